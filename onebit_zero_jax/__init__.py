@@ -1,0 +1,21 @@
+"""ZeRO-sharded training in JAX with about one bit per parameter on the slow links."""
+
+from onebit_zero_jax.adam import onebit_adam as onebit_adam
+from onebit_zero_jax.adam import onebit_adamw as onebit_adamw
+from onebit_zero_jax.clip import clip_by_global_norm as clip_by_global_norm
+from onebit_zero_jax.clip import global_norm as global_norm
+from onebit_zero_jax.collectives import compressed_all_gather as compressed_all_gather
+from onebit_zero_jax.collectives import compressed_all_reduce as compressed_all_reduce
+from onebit_zero_jax.collectives import compressed_reduce_scatter as compressed_reduce_scatter
+from onebit_zero_jax.config import ZeroConfig as ZeroConfig
+from onebit_zero_jax.shard import zero_shard as zero_shard
+from onebit_zero_jax.state import ZeroState as ZeroState
+from onebit_zero_jax.train import TrainState as TrainState
+from onebit_zero_jax.train import eval_step as eval_step
+from onebit_zero_jax.train import full_params as full_params
+from onebit_zero_jax.train import init as init
+from onebit_zero_jax.train import shard_batch as shard_batch
+from onebit_zero_jax.train import state_shardings as state_shardings
+from onebit_zero_jax.train import train_step as train_step
+
+__version__ = "0.1.0"

@@ -1,0 +1,139 @@
+"""1-bit Adam and AdamW as optax chains on :func:`onebit_zero_jax.zero_shard`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.shard import zero_shard
+
+ScalarOrSchedule = float | jax.Array | optax.Schedule
+Mask = Any | Callable[[Any], Any]
+
+
+def scale_by_rms(eps: Any) -> optax.GradientTransformationExtraArgs:
+    """Divides updates by ``rms + eps``; ``rms`` is the extra argument of ``zero_shard``."""
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, rms: Any, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del params, extra_args
+
+        def divide(u: jax.Array, r: jax.Array) -> jax.Array:
+            bottom = r + eps
+            return jnp.where(bottom > 0, u / jnp.where(bottom > 0, bottom, 1.0), 0.0)
+
+        return jax.tree.map(divide, updates, rms), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _check_nonnegative(name: str, value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value.astype(jnp.float32)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    if not 0 <= float(value) < float("inf"):
+        raise ValueError(f"{name} must be finite and at least 0, got {value!r}.")
+    return float(value)
+
+
+def onebit_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    mask: Mask | None = None,
+    *,
+    zero: ZeroConfig,
+    warmup_steps: Any = 100,
+    refresh: Any = 32,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW with ZeRO-sharded state that sends about one bit per parameter and leg.
+
+    The owner of a chunk, with M and v from :func:`zero_shard`::
+
+        x <- x - lr * ( (M / bc1) / (max(sqrt(v / bc2), 0.1 / w) + eps) + weight_decay * x )
+
+    v moves on dense steps only (``warmup_steps`` at the start, then refreshes). While
+    all steps are dense and ``gather_bits="dense"`` this is ``optax.adamw``, to rounding.
+
+    Args:
+      learning_rate: a float, or an optax schedule of the number of applied steps.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the variance, in [0, 1).
+      eps: added to the denominator.
+      weight_decay: decoupled, multiplied by the learning rate as in ``optax.adamw``.
+      mask: tree of bools of the parameters' structure, or a function of the parameters
+        (it sees chunks of 3 axes in place of matrices), that says which leaves decay.
+      zero: axis, stage and codes.
+      warmup_steps: dense steps at the start, at least 1; 15-25 % of a short run, never
+        fewer than the learning-rate warm-up.
+      refresh: steps between dense variance refreshes, doubling after every 16; or None.
+
+    Returns:
+      An optax transformation, see :func:`zero_shard`.
+
+    Raises:
+      ValueError: a hyperparameter is out of range; the message names it.
+
+    Example:
+      >>> tx = onebit_adamw(1e-3, weight_decay=0.1, zero=ZeroConfig(stage=2), warmup_steps=200)
+
+    Source: 1-bit Adam (Tang et al. 2021, algorithm 1); AdamW (Loshchilov & Hutter 2019).
+      Deviations: momentum is local and weighted by the variance, v is refreshed, both
+      moments are bias-corrected.
+    """
+    if not callable(learning_rate):
+        learning_rate = _check_nonnegative("learning_rate", learning_rate)
+    eps = _check_nonnegative("eps", eps)
+    weight_decay = _check_nonnegative("weight_decay", weight_decay)
+    inner = optax.chain(
+        scale_by_rms(eps),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return zero_shard(inner, zero=zero, b1=b1, b2=b2, warmup_steps=warmup_steps, refresh=refresh)
+
+
+def onebit_adam(
+    learning_rate: ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    *,
+    zero: ZeroConfig,
+    warmup_steps: Any = 100,
+    refresh: Any = 32,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with ZeRO-sharded state and 1-bit momentum: :func:`onebit_adamw` without decay.
+
+    Args:
+      learning_rate, b1, b2, eps, zero, warmup_steps, refresh: as in :func:`onebit_adamw`.
+
+    Returns:
+      An optax transformation, see :func:`zero_shard`.
+
+    Raises:
+      ValueError: a hyperparameter is out of range; the message names it.
+
+    Example:
+      >>> tx = onebit_adam(1e-3, zero=ZeroConfig(stage=1, gather_bits=2), warmup_steps=200)
+
+    Source: 1-bit Adam (Tang et al. 2021, algorithm 1).
+    """
+    return onebit_adamw(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        weight_decay=0.0,
+        zero=zero,
+        warmup_steps=warmup_steps,
+        refresh=refresh,
+    )

@@ -1,0 +1,317 @@
+"""Compressed collectives, for use inside ``jax.shard_map``.
+
+On P devices, with ``Q`` the 1-bit code of :mod:`onebit_zero_jax.codec`::
+
+    reduce-scatter  c = x + e;  q = Q(c);  e <- c - q;  all_to_all(q);  owner: mean of the decoded
+    all-gather      c = d + E;  q = Q(c);  E <- c - q;  all_gather(q);  all: decoded
+    all-reduce      the first, then the second
+
+``e`` is the worker error, ``E`` the server error. What was sent and what was kept
+add up to what was put in, to float32 rounding::
+
+    sum_t out_t = sum_t mean_i x_(i,t) - mean_i e_(i,T) - E_T
+
+Planes and scales travel as uint8 in one collective per leg.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onebit_zero_jax import codec
+from onebit_zero_jax.codec import Packed
+
+AxisName = str | tuple[str, ...]
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of devices on a bound mesh axis (a tuple is one axis in row-major order).
+
+    Raises:
+      ValueError: the axis is not bound here.
+    """
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as e:
+        raise ValueError(
+            f"mesh axis {axis_name!r} is not bound here: call this inside jax.shard_map over a "
+            "mesh with that axis, or use onebit_zero_jax.init and train_step."
+        ) from e
+
+
+def _names(axis_name: AxisName) -> set[str]:
+    return {axis_name} if isinstance(axis_name, str) else set(axis_name)
+
+
+def _tracks_types(axis_name: AxisName) -> bool:
+    """Whether arrays carry the axes they vary over (``shard_map(check_vma=True)``)."""
+    index = jax.typeof(lax.axis_index(axis_name))
+    return bool(index.manual_axis_type.varying)  # type: ignore[attr-defined]
+
+
+def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """``x``, typed as different on every device of the axis."""
+    have: frozenset[str] = jax.typeof(x).manual_axis_type.varying  # type: ignore[attr-defined]
+    missing = tuple(sorted(_names(axis_name) - have))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
+    """Raises if a gradient is typed as equal on all devices, i.e. was already reduced."""
+    if axis_size(axis_name) == 1 or not _tracks_types(axis_name):
+        return
+    if not _names(axis_name) <= jax.typeof(x).manual_axis_type.varying:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"the gradient of {path} is the same on every device of axis {axis_name!r}: it was "
+            "already all-reduced, so there is nothing left to compress. Under "
+            "shard_map(check_vma=True) differentiate with respect to "
+            f"jax.lax.pcast(params, {axis_name!r}, to='varying'), and do not psum or pmean the "
+            "loss or the gradients."
+        )
+
+
+# ---------------------------------------------------------------- one buffer per leg
+
+
+def _to_bytes(x: jax.Array, parts: int) -> jax.Array:
+    if x.dtype != jnp.uint8:
+        x = lax.bitcast_convert_type(x, jnp.uint8)
+    return x.reshape(parts, -1)
+
+
+def _from_bytes(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    width = jnp.dtype(dtype).itemsize
+    if width == 1:
+        return lax.bitcast_convert_type(x.reshape(shape), dtype)
+    return lax.bitcast_convert_type(x.reshape(*shape, width), dtype)
+
+
+def _split(buffer: jax.Array, like: Sequence[jax.Array], parts: int) -> list[jax.Array]:
+    """Cuts ``(senders, bytes)`` into arrays ``(senders, len // parts, ...)`` as in ``like``."""
+    out, start = [], 0
+    for x in like:
+        shape = (x.shape[0] // parts, *x.shape[1:])
+        size = math.prod(shape) * x.dtype.itemsize
+        piece = buffer[:, start : start + size]
+        out.append(_from_bytes(piece, (buffer.shape[0], *shape), x.dtype))
+        start += size
+    return out
+
+
+def exchange(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """One ``all_to_all``: part p of every array goes to device p.
+
+    Args:
+      arrays: each ``(P * k, ...)``, k of its own.
+
+    Returns:
+      For each array ``(P, k, ...)``: this device's part, from every sender.
+    """
+    parts = axis_size(axis_name)
+    if not arrays:
+        return []
+    buffer = jnp.concatenate([_to_bytes(x, parts) for x in arrays], axis=1)
+    buffer = lax.all_to_all(vary(buffer, axis_name), axis_name, 0, 0, tiled=True)
+    return _split(buffer, arrays, parts)
+
+
+def broadcast(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """One ``all_gather``: every device gets all devices' arrays, concatenated on axis 0.
+
+    Args:
+      arrays: each ``(k, ...)``, k of its own.
+
+    Returns:
+      For each array ``(P * k, ...)``, equal on all devices.
+    """
+    if not arrays:
+        return []
+    buffer = jnp.concatenate([_to_bytes(x, 1) for x in arrays], axis=1)
+    buffer = lax.all_gather(vary(buffer, axis_name), axis_name, axis=0, tiled=True, to="invarying")
+    pieces = _split(buffer, arrays, 1)
+    return [p.reshape(p.shape[0] * p.shape[1], *p.shape[2:]) for p in pieces]
+
+
+def own(blocks: jax.Array, axis_name: AxisName) -> jax.Array:
+    """This device's part of ``(P * k, ...)``: rows ``[p k, (p + 1) k)``."""
+    k = blocks.shape[0] // axis_size(axis_name)
+    start = lax.axis_index(axis_name) * k
+    return lax.dynamic_slice_in_dim(blocks, start, k, axis=0)
+
+
+def place(chunk: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Inverse of :func:`own`: ``(P * k, ...)`` that is 0 outside this device's part."""
+    k = chunk.shape[0]
+    whole = vary(jnp.zeros((axis_size(axis_name) * k, *chunk.shape[1:]), chunk.dtype), axis_name)
+    start = lax.axis_index(axis_name) * k
+    return lax.dynamic_update_slice_in_dim(whole, chunk, start, axis=0)
+
+
+# ---------------------------------------------------------------- public collectives
+
+
+def _blocks_and_error(
+    x: jax.Array, error: jax.Array | None, parts: int, what: str
+) -> tuple[jax.Array, jax.Array | None]:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must have a floating dtype, got {x.dtype}; cast it first.")
+    if error is None:
+        return codec.to_blocks(x.astype(jnp.float32), parts), None
+    if error.shape != x.shape or error.dtype != jnp.float32:
+        raise ValueError(
+            f"{what} must be float32 of shape {x.shape}, got {error.dtype} {error.shape}; "
+            "pass the error that the previous call returned, or None at the first."
+        )
+    return codec.to_blocks(x.astype(jnp.float32), parts), codec.to_blocks(error, parts)
+
+
+def compressed_reduce_scatter(
+    x: jax.Array, error: jax.Array | None, axis_name: AxisName, *, bits: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Mean over devices of ``x + error`` at 1 bit per value, one chunk on each device.
+
+    Args:
+      x: float array of any shape, different on each device.
+      error: worker error, float32 of the shape of ``x``; None for zero.
+      axis_name: mesh axis, or a tuple of axes taken as one in row-major order.
+      bits: bits per value, 1 to 8.
+
+    Returns:
+      ``(chunk, error)``: this device's flat float32 chunk of the flattened mean
+      (chunks are equally long; the last ones end in zeros), and the new worker error.
+
+    Raises:
+      ValueError: axis not bound, integer ``x``, error of another shape or dtype.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> def f(x):
+      ...     chunk, error = compressed_reduce_scatter(x, None, "data")
+      ...     return chunk + error
+      >>> jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"))(
+      ...     jnp.arange(8.0)).tolist()
+      [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+    Source: 1-bit Adam (Tang et al. 2021), section 4; block scales: Zheng et al. 2019.
+    """
+    chunk, error_blocks, _ = _reduce(x, error, axis_name, bits)
+    return chunk.reshape(-1), codec.from_blocks(error_blocks, x.shape)
+
+
+def _reduce(
+    x: jax.Array, error: jax.Array | None, axis_name: AxisName, bits: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the chunk (blocks), the new error (blocks) and the chunk's padding mask."""
+    parts = axis_size(axis_name)
+    blocks, error_blocks = _blocks_and_error(vary(x, axis_name), error, parts, "error")
+    mask = codec.padding_mask(x.size, parts)
+    code, new_error = codec.encode(blocks, error_blocks, bits=bits, weight=mask)
+    mask = None if mask is None else own(mask, axis_name)
+    if x.size:
+        code = Packed(*exchange(code, axis_name))
+        return codec.decode_mean(code, mask), new_error, mask
+    return blocks, new_error, mask
+
+
+def compressed_all_gather(
+    chunk: jax.Array, error: jax.Array | None, axis_name: AxisName, *, bits: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Every device's ``chunk + error`` at 1 bit per value, on every device.
+
+    Args:
+      chunk: float array of any shape, this device's part.
+      error: server error, float32 of the shape of ``chunk``; None for zero.
+      axis_name: mesh axis, or a tuple of axes taken as one in row-major order.
+      bits: bits per value, 1 to 8.
+
+    Returns:
+      ``(x, error)``: the decoded chunks concatenated along axis 0, float32 and bit for
+      bit equal on all devices, and the new server error.
+
+    Raises:
+      ValueError: axis not bound, integer ``chunk``, error of another shape or dtype.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> f = lambda x: compressed_all_gather(x, None, "data")[0]
+      >>> jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(
+      ...     jnp.array([1.0, -3.0])).tolist()
+      [2.0, -2.0]
+
+    Source: 1-bit Adam (Tang et al. 2021), section 4.
+    """
+    blocks, error_blocks = _blocks_and_error(vary(chunk, axis_name), error, 1, "error")
+    whole, new_error = _gather(
+        blocks, error_blocks, axis_name, bits, codec.padding_mask(chunk.size)
+    )
+    parts = axis_size(axis_name)
+    flat = whole.reshape(parts, -1)[:, : chunk.size]
+    shape = (parts * chunk.shape[0], *chunk.shape[1:]) if chunk.ndim else (parts,)
+    return flat.reshape(shape), codec.from_blocks(new_error, chunk.shape)
+
+
+def _gather(
+    blocks: jax.Array,
+    error: jax.Array | None,
+    axis_name: AxisName,
+    bits: int,
+    mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    code, new_error = codec.encode(blocks, error, bits=bits, weight=mask)
+    return codec.decode(Packed(*broadcast(code, axis_name))), new_error
+
+
+def compressed_all_reduce(
+    x: jax.Array,
+    worker_error: jax.Array | None,
+    server_error: jax.Array | None,
+    axis_name: AxisName,
+    *,
+    bits: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mean over devices of ``x``, both legs at 1 bit per value, both errors fed back.
+
+    Args:
+      x: float array of any shape, different on each device.
+      worker_error: float32 of the shape of ``x``; None for zero.
+      server_error: float32, flat, as long as the chunk that
+        :func:`compressed_reduce_scatter` gives for ``x``; None for zero.
+      axis_name: mesh axis, or a tuple of axes taken as one in row-major order.
+      bits: bits per value and leg, 1 to 8.
+
+    Returns:
+      ``(x, worker_error, server_error)``: float32 of the shape of ``x``, bit for bit
+      equal on all devices, and the two new errors.
+
+    Raises:
+      ValueError: axis not bound, integer ``x``, an error of another shape or dtype.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> def f(x):
+      ...     out, e, s = compressed_all_reduce(x, None, None, "data")
+      ...     return out, out + e + s[: x.size]
+      >>> out, total = jax.shard_map(f, mesh=mesh, in_specs=jax.P(),
+      ...     out_specs=(jax.P(), jax.P("data")))(jnp.array([1.0, -3.0]))
+      >>> out.tolist(), total.tolist()
+      ([2.0, -2.0], [1.0, -3.0])
+
+    Source: 1-bit Adam (Tang et al. 2021), section 4 and algorithm 1.
+    """
+    chunk, worker_blocks, mask = _reduce(x, worker_error, axis_name, bits)
+    if server_error is not None:
+        size = chunk.size
+        if server_error.shape != (size,) or server_error.dtype != jnp.float32:
+            raise ValueError(
+                f"server_error must be float32 of shape ({size},) for x of shape {x.shape} on "
+                f"{axis_size(axis_name)} devices, got {server_error.dtype} {server_error.shape}; "
+                "pass the error that the previous call returned, or None at the first."
+            )
+        server_error = server_error.reshape(chunk.shape)
+    whole, server_blocks = _gather(chunk, server_error, axis_name, bits, mask)
+    out = codec.from_blocks(whole, x.shape)
+    return out, codec.from_blocks(worker_blocks, x.shape), server_blocks.reshape(-1)

@@ -1,0 +1,110 @@
+"""What a run of ZeRO with 1-bit communication is: :class:`ZeroConfig`."""
+
+import dataclasses
+from typing import Literal
+
+GatherBits = Literal[1, 2, 3, 4, 8, "dense"]
+
+_DEFAULT_GATHER = {0: "momentum", 1: "momentum", 2: "params"}
+_DEFAULT_BITS = {"momentum": 1, "params": 4}
+_ALLOWED_BITS = {"momentum": (1, 2), "params": (1, 2, 3, 4, 8, "dense")}
+_ERROR_DTYPES = ("float32", "bfloat16", "int8")
+_MOMENTUM_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroConfig:
+    """Which state is sharded, and what travels over the data-parallel axis.
+
+    The reduce leg always sends momentum at 1 bit per value. The gather leg sends
+    what ``gather`` and ``gather_bits`` say. ``None`` means the stage's default:
+
+    =====  ==============================================  =================
+    stage  sharded over the data-parallel axis             gather leg
+    =====  ==============================================  =================
+    0      nothing (1-bit Adam as published)               momentum, 1 bit
+    1      variance, server error                          momentum, 1 bit
+    2      master parameters, momentum, variance           params, 4 bits
+    =====  ==============================================  =================
+
+    Args:
+      axis_name: name of the data-parallel mesh axis.
+      stage: 0, 1 or 2.
+      gather: ``"params"`` (owners send what changed since the replicas were last
+        updated) or ``"momentum"`` (owners send the reduced momentum and every
+        device applies the update itself).
+      gather_bits: bits per value of the gather leg: 1, 2, 3, 4, 8 or ``"dense"``
+        (the values themselves, in the parameters' dtype; 32 means the same) for
+        ``"params"``, 1 or 2 for ``"momentum"``.
+      shard_params_over: mesh axes that parameters are sharded over; stage 3 only.
+      error_dtype: storage of the worker and server errors: ``"float32"`` (loses
+        nothing), ``"bfloat16"`` or ``"int8"``; bounds in :func:`codec.store`.
+      momentum_dtype: storage of the local momentum of ``gather="params"``:
+        ``"float32"`` or ``"bfloat16"``.
+
+    Raises:
+      ValueError: a value is not one of those above.
+      NotImplementedError: stage 3 or a two-speed mesh, which this version lacks.
+
+    Example:
+      >>> ZeroConfig(stage=2).gather_mode, ZeroConfig(stage=2).bits
+      ('params', 4)
+      >>> ZeroConfig(stage=1).gather_mode, ZeroConfig(stage=1).bits
+      ('momentum', 1)
+    """
+
+    axis_name: str = "data"
+    stage: int = 2
+    gather: Literal["params", "momentum"] | None = None
+    gather_bits: GatherBits | Literal[32] | None = None
+    shard_params_over: str | tuple[str, ...] | None = None
+    error_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.stage == 3:
+            raise NotImplementedError(
+                "stage=3 (sharded parameters) is not in this version; use stage=2."
+            )
+        if type(self.stage) is not int or self.stage not in _DEFAULT_GATHER:
+            raise ValueError(f"stage must be 0, 1 or 2, got {self.stage!r}.")
+        if isinstance(self.axis_name, tuple):
+            raise NotImplementedError(
+                f"axis_name={self.axis_name!r}: two-speed meshes are not in this version; "
+                "pass the name of one mesh axis."
+            )
+        if not isinstance(self.axis_name, str) or not self.axis_name:
+            raise ValueError(f"axis_name must be the name of a mesh axis, got {self.axis_name!r}.")
+        if self.gather not in (None, "params", "momentum"):
+            raise ValueError(f"gather must be 'params' or 'momentum', got {self.gather!r}.")
+        if self.gather_bits == 32:
+            object.__setattr__(self, "gather_bits", "dense")
+        allowed = _ALLOWED_BITS[self.gather_mode]
+        if isinstance(self.gather_bits, bool) or self.gather_bits not in (None, *allowed):
+            raise ValueError(
+                f"gather_bits must be one of {allowed} for gather={self.gather_mode!r}, "
+                f"got {self.gather_bits!r}."
+            )
+        if self.shard_params_over is not None:
+            raise ValueError(
+                f"shard_params_over={self.shard_params_over!r} needs stage=3; "
+                f"stage {self.stage} replicates parameters, leave it None."
+            )
+        if self.error_dtype not in _ERROR_DTYPES:
+            raise ValueError(
+                f"error_dtype must be one of {_ERROR_DTYPES}, got {self.error_dtype!r}."
+            )
+        if self.momentum_dtype not in _MOMENTUM_DTYPES:
+            raise ValueError(
+                f"momentum_dtype must be one of {_MOMENTUM_DTYPES}, got {self.momentum_dtype!r}."
+            )
+
+    @property
+    def gather_mode(self) -> Literal["params", "momentum"]:
+        """``gather``, or the stage's default where it is None."""
+        return self.gather or _DEFAULT_GATHER[self.stage]  # type: ignore[return-value]
+
+    @property
+    def bits(self) -> GatherBits:
+        """``gather_bits``, or the default of the gather mode where it is None."""
+        return self.gather_bits or _DEFAULT_BITS[self.gather_mode]  # type: ignore[return-value]

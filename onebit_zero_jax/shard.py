@@ -1,0 +1,538 @@
+"""``zero_shard``: reduce leg, an optax chain on the owner's chunk, gather leg.
+
+A gradient walks down this file in the order in which it happens: local gradient ->
+local momentum -> code -> reduce leg -> owner's update -> gather leg -> updates. It all
+runs inside ``jax.shard_map``. Lists below run over the leaves of the parameter tree.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from onebit_zero_jax import codec
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax.codec import Packed
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layout import Layout, Leaf
+from onebit_zero_jax.state import (
+    ChunkState,
+    DenseState,
+    Log8,
+    Phases,
+    Run,
+    Tree,
+    ZeroState,
+    init_state,
+)
+
+Phase = Literal["dense", "compressed"]
+
+# Lower bound of the denominator, as a share of the factored estimate 1 / weight.
+RMS_FLOOR = 0.1
+# The square of a larger gradient overflows float32.
+_MAX_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
+
+
+def zero_shard(
+    inner: optax.GradientTransformation,
+    *,
+    zero: ZeroConfig,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    warmup_steps: Any = 100,
+    refresh: Any = 32,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Runs an optax chain on ZeRO shards, with 1-bit momentum between devices.
+
+    On device i with local gradient g_i, and for the owner of a chunk M, v, x::
+
+        m_i <- b1 prev + (1 - b1) g_i     prev: own m_i ("params") or decoded M ("momentum")
+        dense step:       M <- b1 M + (1 - b1) mean g,  v <- b2 v + (1 - b2) (mean g)^2
+        compressed step:  q_i, e_i <- encode(m_i + e_i, weight w),  M <- mean_i decode(q_i)
+        gather="params":    owner: x <- x + inner(M / bc1);  all: y <- y + Q(x - y)
+        gather="momentum":  all: M <- decode(Q(M + E)),  y <- y + inner(M / bc1)
+
+    ``inner`` gets the bias-corrected momentum as updates, the master parameters, and
+    the extra argument ``rms``: per leaf ``max(sqrt(v / bc2), 0.1 / w)``, the root mean
+    square of the gradient. With ``gather="params"`` it sees the own chunk
+    ``(blocks, 8, lanes)`` of compressed leaves, with ``"momentum"`` whole leaves; the tree
+    has the parameters' structure in both. Second moments that ``inner`` would take of
+    the momentum are not Adam's: use ``rms``.
+
+    Vectors, scalars and small leaves stay dense: reduced in float32, with a live v.
+    A coordinate whose gradient has always been exactly 0 (v = 0) has weight 0: nothing
+    is sent for it and a coded gather leg leaves it as it is.
+
+    A non-finite gradient anywhere makes every device skip: the updates are zero and
+    all state but the counters ``step`` and ``nonfinite`` stays as it was.
+
+    Args:
+      inner: optax transformation. Nothing may follow ``zero_shard`` in a chain.
+      zero: axis, stage and codes.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the variance that shapes the weights, in [0, 1).
+      warmup_steps: dense steps before the variance is frozen, at least 1; no fewer than
+        the learning-rate warm-up.
+      refresh: steps from one dense variance refresh to the next, doubling after every
+        16 refreshes; None for a variance frozen after warm-up.
+
+    Returns:
+      A transformation for use inside ``jax.shard_map`` over ``zero.axis_name``:
+      ``init(params)`` and ``update(local_gradients, state, params, phase=None)``. The
+      updates are equal on all devices. ``phase`` ("dense" or "compressed") fixes the
+      phase while tracing, so that the program holds that phase alone; None picks it on
+      the device with ``lax.cond``.
+
+    Raises:
+      ValueError: a hyperparameter out of range (here); axis not bound, non-float
+        leaves, changed shapes, gradients already reduced (at ``init`` and ``update``).
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = zero_shard(optax.sgd(0.5), zero=ZeroConfig(), b1=0.0)
+      >>> @jax.shard_map(mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+      ... def update(params):
+      ...     updates, _ = tx.update({"x": jnp.ones(2)}, tx.init(params), params)
+      ...     return optax.apply_updates(params, updates)
+      >>> update({"x": jnp.ones(2)})["x"].tolist()
+      [0.5, 0.5]
+
+    Source: 1-bit Adam (Tang et al. 2021); ZeRO (Rajbhandari et al. 2020); 0/1 Adam (Lu et
+      al. 2022) for the refresh schedule.
+    """
+    if not isinstance(zero, ZeroConfig):
+        raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}.")
+    b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
+    _check_steps("warmup_steps", warmup_steps)
+    if refresh is not None:
+        _check_steps("refresh", refresh)
+    inner = optax.with_extra_args_support(inner)
+    phases = Phases(warmup_steps, refresh)
+    traced = isinstance(warmup_steps, jax.Array) or isinstance(refresh, jax.Array)
+    run = Run(zero, None if traced else phases)
+
+    def init(params: Tree) -> ZeroState:
+        return init_state(params, inner, run)
+
+    def update(
+        updates: Tree,
+        state: ZeroState,
+        params: Tree | None = None,
+        *,
+        phase: Phase | None = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, ZeroState]:
+        if params is None:
+            raise ValueError(
+                "zero_shard needs the parameters: call update(gradients, state, params)."
+            )
+        if phase not in (None, "dense", "compressed"):
+            raise ValueError(f"phase must be 'dense', 'compressed' or None, got {phase!r}.")
+        layout = Layout.of(params, coll.axis_size(zero.axis_name))
+        if not layout.leaves:
+            return updates, state
+        grads = layout.flatten(updates, "the gradient tree")
+        _check(layout, grads, state, zero.axis_name)
+        means, nonfinite = _reduce_dense_leaves(layout, grads, zero.axis_name)
+        ok = jnp.sum(nonfinite) == 0
+
+        def step(dense: bool) -> tuple[Tree, ZeroState]:
+            applied = (state.applied + 1).astype(jnp.float32)
+            variance_updates = (state.variance_updates + int(dense)).astype(jnp.float32)
+            # Until the first compressed step M is exact, and Adam's denominator is right.
+            exact = (state.step < warmup_steps) if zero.gather_mode == "params" else False
+            this = _Step(
+                zero=zero,
+                layout=layout,
+                dense=dense,
+                b1=b1,
+                b2=b2,
+                bc1=1 - b1**applied,
+                bc2=1 - b2**variance_updates,
+                live_bc2=1 - b2**applied,
+                floor=jnp.where(exact, 0.0, RMS_FLOOR),
+            )
+            return _walk(this, inner, grads, means, state, params, extra_args)
+
+        if phase is None:
+            # A variance that no step has updated yet is never frozen.
+            is_dense = phases.is_dense_traced(state.step) | (state.variance_updates == 0)
+            new_updates, new = lax.cond(is_dense, lambda: step(True), lambda: step(False))
+        else:
+            new_updates, new = step(phase == "dense")
+        new = jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, state)
+        new = new._replace(
+            step=state.step + 1, nonfinite=state.nonfinite + jnp.minimum(nonfinite, 1)
+        )
+        return jax.tree.map(lambda u: jnp.where(ok, u, jnp.zeros_like(u)), new_updates), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_decay(name: str, value: Any) -> Any:
+    """Validates a decay in [0, 1); values that ``inject_hyperparams`` traces become float32."""
+    if isinstance(value, jax.Array):
+        return value.astype(jnp.float32)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    if not 0 <= float(value) < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
+    return float(value)
+
+
+def _check_steps(name: str, value: Any) -> None:
+    if isinstance(value, jax.Array):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+
+
+def _check(layout: Layout, grads: list[jax.Array], state: ZeroState, axis: str) -> None:
+    """Gradients and state must belong to the parameters."""
+    states = layout.flatten(state.leaves, "the optimizer state")
+    for leaf, g, s in zip(layout.leaves, grads, states, strict=True):
+        if getattr(g, "shape", None) != leaf.shape or not jnp.issubdtype(g.dtype, jnp.floating):
+            raise ValueError(
+                f"the gradient of {leaf.path} must be floating-point of shape {leaf.shape}, got "
+                f"{getattr(g, 'dtype', type(g).__name__)} {getattr(g, 'shape', '')}."
+            )
+        if leaf.compressed:
+            same = isinstance(s, ChunkState) and (
+                s.worker_error.shape
+                if hasattr(s.worker_error, "shape")
+                else s.worker_error[0].shape
+            ) == (layout.parts * leaf.blocks, codec.ROWS, leaf.lanes)
+            same = same and jnp.broadcast_shapes(*(f.shape for f in s.factors)) == leaf.shape
+        else:
+            same = isinstance(s, DenseState) and s.momentum.shape == leaf.shape
+        if not same:
+            raise ValueError(
+                f"parameter {leaf.path} of shape {leaf.shape} on {layout.parts} devices does not "
+                "fit the optimizer state: its shape or the number of devices changed since init. "
+                "Call init again."
+            )
+        coll.check_varies(leaf.path, g, axis)
+
+
+def _reduce_dense_leaves(
+    layout: Layout, grads: list[jax.Array], axis: str
+) -> tuple[list[jax.Array | None], jax.Array]:
+    """Means of the dense leaves' gradients, and per leaf on how many devices it is bad.
+
+    One psum carries both.
+    """
+    wide = [g.astype(jnp.float32) for g in grads]
+    # Written so that NaN is bad too.
+    bad = [~(jnp.max(jnp.abs(g), initial=0.0) < _MAX_GRADIENT) for g in wide]
+    small = [g for leaf, g in zip(layout.leaves, wide, strict=True) if not leaf.compressed]
+    with jax.named_scope("dense_leaves"):
+        flags, *sums = _fused_psum([jnp.stack(bad).astype(jnp.float32), *small], axis)
+    means = iter(sums)
+    mean = [None if leaf.compressed else next(means) / layout.parts for leaf in layout.leaves]
+    return mean, flags.astype(jnp.int32)
+
+
+def _fused_psum(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
+    """``psum`` of many float32 arrays in one collective."""
+    if not arrays:
+        return []
+    buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axis)
+    buffer = lax.psum(buffer, axis)
+    ends = np.cumsum([x.size for x in arrays])
+    return [
+        buffer[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What one step of one phase is made of; all its gradients are taken as finite."""
+
+    zero: ZeroConfig
+    layout: Layout
+    dense: bool
+    b1: Any
+    b2: Any
+    bc1: jax.Array  # bias correction of the momentum: 1 - b1^applied
+    bc2: jax.Array  # of the variance of compressed leaves: 1 - b2^variance_updates
+    live_bc2: jax.Array  # of the variance of dense leaves: 1 - b2^applied
+    floor: jax.Array  # RMS_FLOOR, or 0 while the momentum is exact
+
+    @property
+    def axis(self) -> str:
+        return self.zero.axis_name
+
+    @property
+    def gathers_params(self) -> bool:
+        return self.zero.gather_mode == "params"
+
+
+def _weight(step: _Step, leaf: Leaf, s: ChunkState) -> jax.Array:
+    """w of the whole leaf in blocks; 0 on padding and wherever v is 0."""
+    factored = codec.to_blocks(codec.weight_of(s.factors), step.layout.parts)
+    if isinstance(s.shared, Log8):
+        return jnp.where(s.shared.levels > 0, factored, 0.0)
+    if step.zero.stage:
+        return factored * codec.unpack_bits(s.shared).astype(jnp.float32)
+    return jnp.where(s.shared > 0, factored, 0.0)
+
+
+def _adam_moments(step: _Step, s: DenseState, g: jax.Array) -> DenseState:
+    """Adam's own moments, for a dense leaf."""
+    return s._replace(
+        momentum=step.b1 * s.momentum + (1 - step.b1) * g,
+        variance=step.b2 * s.variance + (1 - step.b2) * jnp.square(g),
+    )
+
+
+class _Owned(NamedTuple):
+    """What the owner of a chunk holds after the reduce leg.
+
+    Attributes:
+      momentum: M.
+      variance: v.
+      weight: w, 0 wherever v is 0.
+      news: what all devices must learn of a new v; empty in a compressed step.
+    """
+
+    momentum: jax.Array
+    variance: jax.Array
+    weight: jax.Array
+    news: tuple[jax.Array, ...]
+
+
+def _reduce_dense(
+    step: _Step,
+    leaves: list[Leaf],
+    states: list[ChunkState],
+    grads: list[jax.Array],
+    previous: list[jax.Array],
+) -> tuple[list[ChunkState], list[_Owned]]:
+    """Dense reduce leg: Adam's moments on the owner, and new factors for everyone."""
+    axis, parts = step.axis, step.layout.parts
+    moments, means = [], []
+    for leaf, s, g, prev in zip(leaves, states, grads, previous, strict=True):
+        with jax.named_scope("reduce_leg"):
+            g = lax.psum_scatter(g, axis, scatter_dimension=0, tiled=True) / parts
+        prev = s.momentum if step.gathers_params else coll.own(prev, axis)
+        v = s.variance if step.zero.stage else coll.own(s.shared, axis)
+        m = step.b1 * prev + (1 - step.b1) * g
+        v = step.b2 * v + (1 - step.b2) * jnp.square(g)
+        moments.append((m, v))
+        whole = codec.from_blocks(coll.place(v / step.bc2, axis), leaf.shape)
+        means.extend(codec.mean_factors(whole))
+    with jax.named_scope("weights"):
+        means = _fused_psum(means, axis)
+    new_states, owned = [], []
+    for k, (leaf, s, (m, v)) in enumerate(zip(leaves, states, moments, strict=True)):
+        factors = codec.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
+        factored = codec.to_blocks(codec.weight_of(factors), parts)
+        weight = jnp.where(v > 0, coll.own(factored, axis), 0.0)
+        if not step.zero.stage:
+            news: tuple[jax.Array, ...] = (v,)
+        elif step.gathers_params:
+            news = (codec.pack_bits(v > 0),)
+        else:
+            news = codec.encode_log(jnp.sqrt(v / step.bc2))
+        new_states.append(s._replace(factors=factors, variance=v if step.zero.stage else None))
+        owned.append(_Owned(m, v, weight, news))
+    return new_states, owned
+
+
+def _reduce_compressed(
+    step: _Step, states: list[ChunkState], local: list[jax.Array], weights: list[jax.Array]
+) -> tuple[list[ChunkState], list[_Owned], jax.Array]:
+    """1-bit reduce leg with worker error; v and w stay. Also returns the residual's norms."""
+    axis, zero = step.axis, step.zero
+    new_states, codes = [], []
+    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), axis)
+    for s, m, w in zip(states, local, weights, strict=True):
+        e = codec.load(s.worker_error)
+        code, new_e = codec.encode(m, e, bits=1, weight=w)
+        lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square((m + e) * w))
+        norms = norms + jnp.stack([lost, had])[None]
+        new_states.append(s._replace(worker_error=codec.store(new_e, zero.error_dtype)))
+        codes.extend(code)
+    with jax.named_scope("reduce_leg"):
+        received = coll.exchange(codes, axis)
+    owned = []
+    for k, (s, w) in enumerate(zip(states, weights, strict=True)):
+        weight = coll.own(w, axis)
+        m = codec.decode_mean(Packed(received[2 * k], received[2 * k + 1]), weight)
+        v = s.variance if zero.stage else coll.own(s.shared, axis)
+        owned.append(_Owned(m, v, weight, ()))
+    return new_states, owned, norms
+
+
+def _learn(step: _Step, s: ChunkState, news: list[jax.Array]) -> ChunkState:
+    """Takes in what owners told of a new variance."""
+    if not news:
+        return s
+    return s._replace(shared=Log8(*news) if len(news) == 2 else news[0])
+
+
+def _gather_momentum(
+    step: _Step, states: list[ChunkState], owned: list[_Owned]
+) -> list[ChunkState]:
+    """Gather leg of Q(M + E), with server error; everyone keeps the codes as its momentum."""
+    sent, errors = [], []
+    for s, o in zip(states, owned, strict=True):
+        e = codec.load(s.server_error)
+        code, new_e = codec.encode(o.momentum, e, bits=int(step.zero.bits), weight=o.weight)
+        errors.append(codec.store(new_e, step.zero.error_dtype))
+        sent.append((*code, *o.news))
+    got = _broadcast(step, sent)
+    return [
+        _learn(step, s._replace(momentum=Packed(*x[:2]), server_error=e), x[2:])
+        for s, e, x in zip(states, errors, got, strict=True)
+    ]
+
+
+def _gather_params(
+    step: _Step,
+    leaves: list[Leaf],
+    states: list[ChunkState],
+    owned: list[_Owned],
+    params: list[jax.Array],
+) -> tuple[list[ChunkState], list[jax.Array]]:
+    """Gather leg of Q(x - y); x - y is its own error feedback. Returns the updates of y."""
+    parts, bits = step.layout.parts, step.zero.bits
+    sent, masters, new_states, updates = [], [], [], []
+    for leaf, s, o, y in zip(leaves, states, owned, params, strict=True):
+        replica = coll.own(codec.to_blocks(y.astype(jnp.float32), parts), step.axis)
+        if bits == "dense":
+            masters.append(s.master)
+            sent.append((s.master.astype(leaf.dtype), *o.news))
+            continue
+        alive = o.weight > 0
+        # Nobody would learn of a change of the others: not even weight decay moves them.
+        masters.append(jnp.where(alive, s.master, replica))
+        code, _ = codec.encode(masters[-1] - replica, bits=bits, weight=alive.astype(jnp.float32))
+        sent.append((*code, *o.news))
+    got = _broadcast(step, sent)
+    for leaf, s, master, y, x in zip(leaves, states, masters, params, got, strict=True):
+        values, news = (x[:1], x[1:]) if bits == "dense" else (x[:2], x[2:])
+        s = _learn(step, s._replace(master=master), news)
+        new_states.append(s)
+        if bits == "dense":
+            updates.append(codec.from_blocks(values[0], leaf.shape) - y)
+        else:
+            alive = (_weight(step, leaf, s) > 0).astype(jnp.float32)
+            change = codec.decode(Packed(*values), alive)
+            updates.append(codec.from_blocks(change, leaf.shape).astype(leaf.dtype))
+    return new_states, updates
+
+
+def _broadcast(step: _Step, sent: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
+    """:func:`coll.broadcast` of every leaf's arrays, in one collective."""
+    with jax.named_scope("gather_leg"):
+        got = iter(coll.broadcast([x for arrays in sent for x in arrays], step.axis))
+    return [[next(got) for _ in arrays] for arrays in sent]
+
+
+def _walk(
+    step: _Step,
+    inner: optax.GradientTransformationExtraArgs,
+    grads: list[jax.Array],
+    means: list[jax.Array | None],
+    state: ZeroState,
+    params: Tree,
+    extra_args: dict[str, Any],
+) -> tuple[Tree, ZeroState]:
+    """One step, from local gradients to updates."""
+    layout, parts = step.layout, step.layout.parts
+    states: list[Any] = layout.flatten(state.leaves, "the optimizer state")
+    current = layout.flatten(params, "params")
+    big = [i for i, leaf in enumerate(layout.leaves) if leaf.compressed]
+    leaves = [layout.leaves[i] for i in big]
+    first: list[Any] = [None] * len(states)
+    rms: list[Any] = [None] * len(states)
+
+    for i, g in enumerate(means):
+        if g is not None:
+            states[i] = _adam_moments(step, states[i], g)
+            first[i] = states[i].momentum / step.bc1
+            rms[i] = jnp.sqrt(states[i].variance / step.live_bc2)
+
+    # Local momentum.
+    chunks: list[ChunkState] = [states[i] for i in big]
+    blocks = [codec.to_blocks(grads[i].astype(jnp.float32), parts) for i in big]
+    weights = [_weight(step, leaf, s) for leaf, s in zip(leaves, chunks, strict=True)]
+    if step.gathers_params:
+        previous = [codec.load(s.worker_momentum) for s in chunks]
+    else:
+        previous = [codec.decode(s.momentum, w) for s, w in zip(chunks, weights, strict=True)]
+    local = [step.b1 * prev + (1 - step.b1) * g for prev, g in zip(previous, blocks, strict=True)]
+
+    # Reduce leg.
+    residual = state.residual
+    if step.dense:
+        chunks, owned = _reduce_dense(step, leaves, chunks, blocks, previous)
+    elif big:
+        chunks, owned, residual = _reduce_compressed(step, chunks, local, weights)
+    else:
+        owned = []
+
+    # Owner's update and gather leg, or gather leg and everyone's update.
+    updates: list[Any] = [None] * len(states)
+    if step.gathers_params:
+        chunks = [
+            s._replace(
+                worker_momentum=codec.store(m, step.zero.momentum_dtype), momentum=o.momentum
+            )
+            for s, m, o in zip(chunks, local, owned, strict=True)
+        ]
+        for i, o in zip(big, owned, strict=True):
+            first[i] = o.momentum / step.bc1
+            bound = step.floor * codec.inverse(o.weight)
+            rms[i] = jnp.maximum(jnp.sqrt(o.variance / step.bc2), bound)
+        masters: list[Any] = [s.master for s in states]
+    else:
+        chunks = _gather_momentum(step, chunks, owned)
+        for i, leaf, s in zip(big, leaves, chunks, strict=True):
+            w = _weight(step, leaf, s)
+            whole = codec.decode(s.momentum, w) / step.bc1
+            root = codec.decode_log(*s.shared) if step.zero.stage else jnp.sqrt(s.shared / step.bc2)
+            root = jnp.maximum(root, step.floor * codec.inverse(w))
+            first[i] = codec.from_blocks(whole, leaf.shape)
+            rms[i] = codec.from_blocks(root, leaf.shape)
+        masters = current
+    change, inner_state = inner.update(
+        layout.unflatten(first),
+        state.inner,
+        layout.unflatten(masters),
+        rms=layout.unflatten(rms),
+        **extra_args,
+    )
+    change = layout.flatten(change, "the inner chain's updates")
+    if step.gathers_params:
+        for i, (leaf, master, y) in enumerate(zip(layout.leaves, masters, current, strict=True)):
+            if not leaf.compressed:
+                master = master + change[i]
+                states[i] = states[i]._replace(master=master)
+                updates[i] = (master - y.astype(jnp.float32)).astype(leaf.dtype)
+        chunks = [s._replace(master=s.master + change[i]) for s, i in zip(chunks, big, strict=True)]
+        replicas = [current[i] for i in big]
+        chunks, changes = _gather_params(step, leaves, chunks, owned, replicas)
+        for i, u in zip(big, changes, strict=True):
+            updates[i] = u
+    else:
+        updates = [u.astype(leaf.dtype) for u, leaf in zip(change, layout.leaves, strict=True)]
+    for i, s in zip(big, chunks, strict=True):
+        states[i] = s
+
+    new = state._replace(
+        applied=state.applied + 1,
+        variance_updates=state.variance_updates + int(step.dense),
+        residual=residual,
+        leaves=layout.unflatten(states),
+        inner=inner_state,
+    )
+    return layout.unflatten(updates), new

@@ -1,0 +1,219 @@
+"""State of :func:`onebit_zero_jax.zero_shard`, and when its steps are dense."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from onebit_zero_jax import codec
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax.codec import Factors, Packed
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layout import Layout, Leaf
+
+Tree = Any
+
+# Refresh intervals double after this many refreshes (0/1 Adam, Lu et al. 2022).
+REFRESHES_PER_INTERVAL = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """When steps are dense: all of warm-up, then variance refreshes at doubling intervals.
+
+    Args:
+      warmup_steps: dense steps at the start, at least 1.
+      refresh: steps from one variance refresh to the next; doubles after every 16
+        refreshes. None: never refresh.
+    """
+
+    warmup_steps: int
+    refresh: int | None
+
+    def is_dense(self, step: int) -> bool:
+        """Whether step ``step`` (from 0) is dense.
+
+        Example:
+          >>> [t for t in range(20) if Phases(2, 4).is_dense(t)]
+          [0, 1, 5, 9, 13, 17]
+        """
+        since = step - self.warmup_steps
+        if since < 0 or self.refresh is None:
+            return since < 0
+        # The interval is refresh * 2^j from step 16 * refresh * (2^j - 1) after warm-up on.
+        span = REFRESHES_PER_INTERVAL * self.refresh
+        growth = 1 << ((since // span + 1).bit_length() - 1)
+        interval = self.refresh * growth
+        return (since - span * (growth - 1)) % interval == interval - 1
+
+    def is_dense_traced(self, step: jax.Array) -> jax.Array:
+        """The same for an int32 array; ``warmup_steps`` and ``refresh`` may be arrays too."""
+        since = step - self.warmup_steps
+        if self.refresh is None:
+            return since < 0
+        past = jnp.maximum(since, 0)
+        span = REFRESHES_PER_INTERVAL * self.refresh
+        growth = jnp.int32(1) << (31 - lax.clz(past // span + 1))
+        interval = self.refresh * growth
+        return (since < 0) | ((past - span * (growth - 1)) % interval == interval - 1)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a :class:`ZeroState` was made with (no array, part of the tree's structure).
+
+    Attributes:
+      zero: the configuration.
+      phases: the schedule of dense steps; None where ``inject_hyperparams`` traces it.
+    """
+
+    zero: ZeroConfig
+    phases: Phases | None
+
+
+class Log8(NamedTuple):
+    """sqrt(v / bc2) of a whole leaf in 8 bits, see :func:`codec.encode_log`."""
+
+    levels: jax.Array
+    top: jax.Array
+
+
+class ChunkState(NamedTuple):
+    """State of a compressed leaf on one device of P; chunks are ``(blocks, 8, lanes)``.
+
+    Attributes:
+      worker_momentum: m_i ``(P * blocks, 8, lanes)`` in ``momentum_dtype``;
+        ``gather="params"`` only.
+      worker_error: e_i ``(P * blocks, 8, lanes)`` in ``error_dtype``.
+      server_error: E of the own chunk, in ``error_dtype``; ``gather="momentum"`` only.
+      momentum: ``"params"``: M of the own chunk, float32. ``"momentum"``: codes of M of
+        the whole leaf, equal on all devices.
+      variance: v of the own chunk, float32; None at stage 0.
+      shared: what every device knows of the variance of the whole leaf. Stage 0: v,
+        float32. ``"momentum"``: :class:`Log8`. ``"params"``: bit planes of v > 0.
+      factors: of the weight, equal on all devices.
+      master: float32 parameters of the own chunk; ``gather="params"`` only.
+    """
+
+    worker_momentum: Any
+    worker_error: Any
+    server_error: Any
+    momentum: Any
+    variance: Any
+    shared: Any
+    factors: Factors
+    master: Any
+
+
+class DenseState(NamedTuple):
+    """State of a dense leaf, float32 of its shape, equal on all devices.
+
+    Attributes:
+      momentum: M.
+      variance: v, updated on every step.
+      master: parameters in float32; ``gather="params"`` only.
+    """
+
+    momentum: jax.Array
+    variance: jax.Array
+    master: Any
+
+
+class ZeroState(NamedTuple):
+    """State of :func:`onebit_zero_jax.zero_shard`.
+
+    Attributes:
+      step: int32, updates tried, skipped ones included.
+      applied: int32, updates applied.
+      variance_updates: int32, updates of the compressed leaves' variance.
+      nonfinite: int32 ``(leaves,)``, steps skipped for a non-finite gradient of that leaf.
+      residual: float32 ``(1, 2)``, different on each device: weighted square norms of the
+        worker error left by the last compressed step, and of what it encoded.
+      leaves: the parameters' tree with a :class:`ChunkState` or :class:`DenseState` in
+        place of each leaf.
+      inner: state of the inner chain.
+      run: what this state was made with (static).
+    """
+
+    step: jax.Array
+    applied: jax.Array
+    variance_updates: jax.Array
+    nonfinite: jax.Array
+    residual: jax.Array
+    leaves: Tree
+    inner: Any
+    run: Run
+
+
+def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: Run) -> ZeroState:
+    """State before the first step; inside ``shard_map`` over ``run.zero.axis_name``."""
+    zero, axis = run.zero, run.zero.axis_name
+    # optax.tree.map_params calls init with a leafless placeholder and no axis bound.
+    parts = coll.axis_size(axis) if jax.tree.leaves(params) else 1
+    layout = Layout.of(params, parts)
+    gathers_params = zero.gather_mode == "params"
+
+    def zeros(leaf: Leaf, blocks: int, dtype: str | None = None) -> Any:
+        x = coll.vary(jnp.zeros((blocks, codec.ROWS, leaf.lanes), jnp.float32), axis)
+        return x if dtype is None else codec.store(x, dtype)
+
+    def leaf_state(leaf: Leaf, x: jax.Array) -> ChunkState | DenseState:
+        if not leaf.compressed:
+            nothing = jnp.zeros(leaf.shape, jnp.float32)
+            return DenseState(nothing, nothing, x.astype(jnp.float32) if gathers_params else None)
+        whole = parts * leaf.blocks
+        scale = jnp.zeros((whole, 1, 1), jnp.float32)
+        if not zero.stage:
+            shared: Any = jnp.zeros((whole, codec.ROWS, leaf.lanes), jnp.float32)
+        elif gathers_params:
+            shared = jnp.zeros((whole, leaf.lanes), jnp.uint8)
+        else:
+            shared = Log8(jnp.zeros((whole, codec.ROWS, leaf.lanes), jnp.uint8), scale)
+        means = jax.eval_shape(codec.mean_factors, jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
+        state = ChunkState(
+            worker_momentum=None,
+            worker_error=zeros(leaf, whole, zero.error_dtype),
+            server_error=None,
+            momentum=None,
+            variance=zeros(leaf, leaf.blocks) if zero.stage else None,
+            shared=shared,
+            factors=Factors(*(jnp.zeros(m.shape, jnp.float32) for m in means)),
+            master=None,
+        )
+        if gathers_params:
+            blocks = codec.to_blocks(x.astype(jnp.float32), parts)
+            return state._replace(
+                worker_momentum=zeros(leaf, whole, zero.momentum_dtype),
+                momentum=zeros(leaf, leaf.blocks),
+                master=coll.own(blocks, axis),
+            )
+        return state._replace(
+            server_error=zeros(leaf, leaf.blocks, zero.error_dtype),
+            momentum=Packed(jnp.zeros((whole, int(zero.bits), leaf.lanes), jnp.uint8), scale),
+        )
+
+    flat = layout.flatten(params, "params")
+    states = [leaf_state(leaf, x) for leaf, x in zip(layout.leaves, flat, strict=True)]
+    masters = layout.unflatten([s.master for s in states])
+    count = jnp.zeros((), jnp.int32)
+    residual = jnp.zeros((1, 2), jnp.float32)
+    return ZeroState(
+        step=count,
+        applied=count,
+        variance_updates=count,
+        nonfinite=jnp.zeros(len(states), jnp.int32),
+        residual=coll.vary(residual, axis) if states else residual,
+        leaves=layout.unflatten(states),
+        inner=inner.init(masters if gathers_params else params),
+        run=run,
+    )
+
+
+def zero_states(opt_state: Any) -> list[ZeroState]:
+    """The :class:`ZeroState`\\ s inside the state of a chain, partition or wrapper."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZeroState))
+    return [x for x in nodes if isinstance(x, ZeroState)]

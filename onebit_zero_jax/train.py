@@ -1,0 +1,692 @@
+"""Plumbing: a sharded :class:`TrainState` and a compiled train step on a mesh."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax.clip import global_norm
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layout import Layout
+from onebit_zero_jax.shard import Phase
+from onebit_zero_jax.state import Phases, zero_states
+from onebit_zero_jax.wire import traced_bytes
+
+P = jax.P
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a run carries from step to step; global ``jax.Array``\\ s on the mesh.
+
+    Attributes:
+      step: int32 scalar, calls of the train step so far (skipped updates included).
+      params: the user's tree, replicated.
+      opt_state: the optimizer's state; leaves that differ between devices are stacked
+        along axis 0, which is sharded over the data-parallel axis.
+      model_state: mutable model state such as batch statistics, replicated; or None.
+    """
+
+    step: jax.Array
+    params: Tree
+    opt_state: Any
+    model_state: Tree = None
+
+
+# ---------------------------------------------------------------- checks and shardings
+
+
+def _check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
+    if zero.axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names} but zero.axis_name is {zero.axis_name!r}; "
+            "pass ZeroConfig(axis_name=...) one of them."
+        )
+    others = {a: n for a, n in mesh.shape.items() if a != zero.axis_name and n > 1}
+    if others:
+        raise NotImplementedError(
+            f"the mesh has further axes {others}; this version trains over "
+            f"{zero.axis_name!r} alone. Use a mesh with that axis only."
+        )
+    return mesh.shape[zero.axis_name]
+
+
+def _check_params(params: Tree, parts: int) -> None:
+    if not jax.tree.leaves(params):
+        raise ValueError("params is an empty tree: there is nothing to train.")
+    Layout.of(params, parts)
+
+
+def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero: ZeroConfig) -> Any:
+    """PartitionSpecs of the optimizer state, read from the types of an abstract step.
+
+    State that differs between devices after init or an update on local gradients is
+    stacked along axis 0; the rest is replicated.
+    """
+    tx = optax.with_extra_args_support(tx)
+    axis = zero.axis_name
+    found: list[Any] = []
+
+    def spec(path: Any, before: jax.Array, after: jax.Array) -> P:
+        varying = [jax.typeof(x).manual_axis_type.varying for x in (before, after)]  # type: ignore[attr-defined]
+        if not any(axis in v for v in varying):
+            return P()
+        if after.ndim == 0:
+            raise ValueError(
+                f"optimizer state {jax.tree_util.keystr(path)} is a scalar that each device "
+                "would decide from its own gradient, so devices would drift apart. Use links "
+                "that all devices agree on: clip_by_global_norm of this package, and the "
+                "non-finite guard that zero_shard has built in."
+            )
+        return P(axis)
+
+    def probe(params: Tree) -> jax.Array:
+        before = tx.init(params)
+        grads = jax.tree.map(lambda x: coll.vary(x, axis), params)
+        _, after = tx.update(grads, before, params, phase="dense")
+        found.append(jax.tree_util.tree_map_with_path(spec, before, after))
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=P(), out_specs=P()), params)
+    return found[0]
+
+
+def _check_tx(opt_state: Any, zero: ZeroConfig) -> Phases | None:
+    """The schedule of the ZeroStates in ``opt_state``; None unless there is exactly one."""
+
+    def is_multi(x: Any) -> bool:
+        return isinstance(x, optax.MultiStepsState)
+
+    if any(is_multi(x) for x in jax.tree.leaves(opt_state, is_leaf=is_multi)):
+        raise ValueError(
+            "tx holds optax.MultiSteps, which hides from the host whether a step sends; "
+            "use train_step(..., accumulate=k), which communicates once in k micro-batches."
+        )
+    states = zero_states(opt_state)
+    if not states:
+        raise ValueError(
+            "tx holds no zero_shard: build it with onebit_adamw, onebit_adam or zero_shard."
+        )
+    for s in states:
+        if s.run.zero != zero:
+            raise ValueError(
+                f"zero differs between tx and this call: tx was built with {s.run.zero}, "
+                f"got {zero}. Pass the same ZeroConfig to both."
+            )
+    phases = {s.run.phases for s in states}
+    return phases.pop() if len(phases) == 1 else None
+
+
+def state_shardings(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    model_state: Tree = None,
+) -> TrainState:
+    """Shardings of every array of the :class:`TrainState`, known before any is allocated.
+
+    Args:
+      params: parameter tree, arrays or ``jax.ShapeDtypeStruct``.
+      tx: optimizer holding a ``zero_shard``.
+      mesh: mesh with the data-parallel axis.
+      zero: the configuration ``tx`` was built with.
+      model_state: as for :func:`init`.
+
+    Returns:
+      A TrainState of ``NamedSharding``.
+
+    Raises:
+      ValueError: mesh without the axis, empty or non-float tree, ``zero`` not that of ``tx``.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> s = state_shardings({"w": jnp.ones((16, 16))}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> s.params["w"].spec, s.opt_state.leaves["w"].worker_error.spec
+      (P(), P('data',))
+    """
+    specs = _state_specs(params, tx, mesh, zero, model_state)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def _state_specs(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    model_state: Tree,
+) -> TrainState:
+    _check_params(params, _check_mesh(mesh, zero))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    opt_specs = _opt_specs(tx, params, mesh, zero)
+    _check_tx(opt_specs, zero)
+    replicated = [jax.tree.map(lambda x: P(), t) for t in (params, model_state)]
+    return TrainState(P(), replicated[0], opt_specs, replicated[1])  # type: ignore[arg-type]
+
+
+def init(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    model_state: Tree = None,
+) -> TrainState:
+    """The state before the first step, on the mesh.
+
+    Arrays are copied: donating the state never touches the user's own. In a
+    multi-process run every process passes the same ``params``.
+
+    Args:
+      params: tree of floating-point arrays.
+      tx: optimizer holding a ``zero_shard``.
+      mesh: mesh with the data-parallel axis; Auto or Explicit.
+      zero: the configuration ``tx`` was built with.
+      model_state: mutable model state (batch statistics), any arrays; or None.
+
+    Returns:
+      A :class:`TrainState`.
+
+    Raises:
+      ValueError: mesh without the axis, empty tree, a leaf that is not floating-point,
+        ``zero`` differs from that of ``tx``.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> state = init({"w": jnp.ones((16, 16))}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> int(state.step), state.params["w"].shape
+      (0, (16, 16))
+    """
+    params, model_state = jax.tree.map(_as_array, (params, model_state))
+    specs = _state_specs(params, tx, mesh, zero, model_state)
+    whole = NamedSharding(mesh, P())
+    # jit may hand its inputs through as outputs; a copy inside it never aliases them.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=whole)
+    params, model_state = copy(jax.device_put((params, model_state), whole))
+    start = jax.shard_map(
+        tx.init, mesh=mesh, in_specs=P(), out_specs=specs.opt_state, check_vma=False
+    )
+    step = jax.device_put(jnp.zeros((), jnp.int32), whole)
+    return TrainState(step, params, jax.jit(start)(params), model_state)
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def full_params(state: TrainState) -> Tree:
+    """The parameters in the user's tree, replicated, for evaluation or export.
+
+    Args:
+      state: from :func:`init` or a train step.
+
+    Returns:
+      The tree given to :func:`init`, of replicated arrays. They are the next step's
+      input: a step that donates ``state`` consumes them; copy what must survive.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> state = init({"w": jnp.ones((16, 16))}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> full_params(state)["w"].sum().item()
+      256.0
+    """
+    return state.params
+
+
+def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
+    """Puts a batch on the mesh, examples (axis 0) sharded over the data-parallel axis.
+
+    Args:
+      batch: tree of arrays. NumPy and single-device arrays are the whole batch in a
+        single-process run, and this process's own examples in a multi-process run;
+        arrays already sharded over the mesh pass through.
+      mesh, zero: as in :func:`init`.
+
+    Returns:
+      Global arrays.
+
+    Raises:
+      ValueError: axis 0 does not divide over the devices.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> shard_batch({"x": np.ones((4, 2))}, mesh, ZeroConfig())["x"].sharding.spec
+      P('data',)
+    """
+    sharding = NamedSharding(mesh, P(zero.axis_name))
+    parts = mesh.shape[zero.axis_name]
+
+    def put(path: Any, x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and x.ndim and x.sharding == sharding:
+            return x
+        shape = np.shape(x)
+        here = parts
+        if jax.process_count() > 1 and not (
+            isinstance(x, jax.Array) and not x.is_fully_addressable
+        ):
+            here = len(sharding.addressable_devices)
+        if not shape or shape[0] % here:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} of shape {shape} does not divide over "
+                f"{here} devices of axis {zero.axis_name!r}: axis 0 must be a multiple of {here}."
+            )
+        if jax.process_count() > 1 and here != parts:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(x, sharding)
+
+    return jax.tree_util.tree_map_with_path(put, batch)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def _mean_over(tree: Tree, axis: str) -> Tree:
+    """Floating-point leaves averaged over devices, integers and bools summed."""
+
+    def reduce(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return lax.pmean(x, axis)
+        return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axis)
+
+    with jax.named_scope("metrics"):
+        return jax.tree.map(reduce, tree)
+
+
+class _Loss:
+    """A user's loss in one calling convention: (params, model_state, batch, rng)."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool,
+        with_rng: bool,
+        has_model_state: bool,
+        compute_dtype: Any,
+    ) -> None:
+        if not callable(loss_fn):
+            raise ValueError(f"loss_fn must be callable, got {loss_fn!r}.")
+        self.loss_fn, self.has_aux, self.with_rng = loss_fn, has_aux, with_rng
+        self.has_model_state = has_model_state
+        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+
+    def __call__(
+        self, params: Tree, model_state: Tree, batch: Tree, rng: Any
+    ) -> tuple[jax.Array, tuple[Tree, Tree]]:
+        if self.compute_dtype is not None:
+            params = jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
+        args = (params, *([model_state] if self.has_model_state else []), batch)
+        out = self.loss_fn(*args, *([rng] if self.with_rng else []))
+        extras = int(self.has_model_state) + int(self.has_aux)
+        loss, *rest = out if extras and isinstance(out, tuple) else (out,)
+        if len(rest) == 1 and extras == 2 and isinstance(rest[0], tuple):
+            rest = list(rest[0])
+        if len(rest) != extras or not hasattr(loss, "shape") or loss.shape != ():
+            wanted = ["loss", *["model_state"] * self.has_model_state, *["aux"] * self.has_aux]
+            raise ValueError(
+                f"loss_fn must return {' , '.join(wanted) if extras else 'a scalar loss'}, got "
+                f"{jax.tree.map(lambda x: getattr(x, 'shape', x), out)}; see has_aux and "
+                "has_model_state."
+            )
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(f"the loss must be floating-point, got {loss.dtype}.")
+        state = rest.pop(0) if self.has_model_state else model_state
+        return loss.astype(jnp.float32), (state, rest[0] if rest else None)
+
+    def check_local(self, mesh: Mesh, axis: str, *args: Tree) -> None:
+        """Raises if the loss is already reduced over the axis (its gradient would be too)."""
+        if mesh.shape[axis] == 1:
+            return
+        reduced = []
+
+        def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
+            params = jax.tree.map(lambda x: coll.vary(x, axis), params)
+            model_state = jax.tree.map(lambda x: coll.vary(x, axis), model_state)
+            loss, _ = self(params, model_state, batch, rng)
+            reduced.append(axis not in jax.typeof(loss).manual_axis_type.varying)  # type: ignore[attr-defined]
+            return jnp.zeros(())
+
+        specs = (P(), P(), P(axis), P())
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        # Losses that do not trace with typed axes (a scan from a constant carry) run all
+        # the same: the step itself does without types.
+        with contextlib.suppress(Exception):
+            probe_map = jax.shard_map(probe, mesh=mesh, in_specs=specs, out_specs=P())
+            jax.eval_shape(probe_map, *shapes)
+        if any(reduced):
+            raise ValueError(
+                f"loss_fn returns the same loss on every device of axis {axis!r}: it was already "
+                "reduced, or does not depend on the batch. Return the mean over the examples "
+                "of this device alone; train_step averages over devices."
+            )
+
+
+class TrainStep:
+    """A compiled train step; made by :func:`train_step`. One program per phase."""
+
+    def __init__(
+        self,
+        loss: _Loss,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        zero: ZeroConfig,
+        accumulate: int,
+    ) -> None:
+        self._loss, self._mesh, self._zero = loss, mesh, zero
+        self._tx = optax.with_extra_args_support(tx)
+        self._accumulate = accumulate
+        self._programs: dict[Any, tuple[Any, dict[str, int]]] = {}
+        self._specs: TrainState | None = None
+        self._phases: Phases | None = None
+        self._checked = False
+        # The step array returned last, and its value: known without asking the device.
+        self._last: tuple[jax.Array, int] | None = None
+        self._frozen = False
+
+    def __call__(self, state: TrainState, batch: Tree, rng: Any = None) -> tuple[TrainState, Any]:
+        """One step: ``(state, batch[, rng]) -> (state, metrics)``; ``state`` is donated."""
+        batch = self._prepare(state, batch, rng)
+        step, phase = self._next_phase(state)
+        program, sent = self._program(phase, state, batch, rng)
+        state, metrics = program(state, batch, rng)
+        self._last = (state.step, step + 1)
+        metrics = dict(metrics, phase=phase or "device", bytes_sent=sent)
+        return state, metrics
+
+    def lower(
+        self, state: TrainState, batch: Tree, rng: Any = None, phase: Phase = "compressed"
+    ) -> Any:
+        """The program of a phase as ``jax.stages.Lowered``; ``.compile()`` it to read it."""
+        batch = self._prepare(state, batch, rng)
+        return self._jit(phase, batch).lower(state, batch, rng)
+
+    def bytes_sent(
+        self, state: TrainState, batch: Tree, rng: Any = None, phase: Phase = "compressed"
+    ) -> dict[str, int]:
+        """Bytes each device sends in a step of the given phase, by leg; runs nothing."""
+        batch = self._prepare(state, batch, rng)
+        return self._program(phase, state, batch, rng)[1]
+
+    def _prepare(self, state: TrainState, batch: Tree, rng: Any) -> Tree:
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state must come from init, got {type(state).__name__}.")
+        if self._loss.with_rng != (rng is not None):
+            raise ValueError(
+                "step(state, batch, rng) needs a key: train_step was made with with_rng=True."
+                if self._loss.with_rng
+                else "step(state, batch) takes no rng: make it with train_step(with_rng=True)."
+            )
+        if self._loss.has_model_state != (state.model_state is not None):
+            raise ValueError(
+                "has_model_state=True needs init(..., model_state=...), and the other way round."
+            )
+        if self._specs is None:
+            self._specs = _state_specs(
+                state.params, self._tx, self._mesh, self._zero, state.model_state
+            )
+            self._phases = _check_tx(state.opt_state, self._zero)
+            expected = jax.tree.structure(self._specs.opt_state)
+            if jax.tree.structure(state.opt_state) != expected:
+                raise ValueError("state was not made by init with this tx; call init again.")
+        return shard_batch(batch, self._mesh, self._zero)
+
+    def _next_phase(self, state: TrainState) -> tuple[int, Phase | None]:
+        if self._last is not None and self._last[0] is state.step:
+            step = self._last[1]
+        else:  # The first step, or a state from elsewhere: ask the device once.
+            step, self._frozen = int(state.step), False
+        if self._phases is None:
+            return step, None
+        if self._phases.is_dense(step):
+            return step, "dense"
+        if not self._frozen:
+            # All of warm-up may have been skipped; asked once per run.
+            updates = [int(s.variance_updates) for s in zero_states(state.opt_state)]
+            if min(updates) == 0:
+                return step, "dense"
+            self._frozen = True
+        return step, "compressed"
+
+    def _program(
+        self, phase: Phase | None, state: TrainState, batch: Tree, rng: Any
+    ) -> tuple[Any, dict[str, int]]:
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), batch)
+        key = (phase, jax.tree.structure(batch), tuple(jax.tree.leaves(shapes)))
+        if key not in self._programs:
+            if not self._checked:
+                args = (state.params, state.model_state, batch, rng)
+                self._loss.check_local(self._mesh, self._zero.axis_name, *args)
+                self._checked = True
+            jitted = self._jit(phase, batch)
+            traced = jitted.trace(state, batch, rng)
+            self._programs[key] = jitted, traced_bytes(traced.jaxpr, dict(self._mesh.shape))
+        return self._programs[key]
+
+    def _jit(self, phase: Phase | None, batch: Tree) -> Any:
+        assert self._specs is not None
+        axis = self._zero.axis_name
+
+        def body(state: TrainState, batch: Tree, rng: Any) -> tuple[TrainState, dict[str, Any]]:
+            return self._body(phase, state, batch, rng)
+
+        batch_specs = jax.tree.map(lambda x: P(axis), batch)
+        # Without axis types: a user's loss may scan from a constant carry.
+        mapped = jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(self._specs, batch_specs, P()),
+            out_specs=(self._specs, P()),
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=0)
+
+    def _body(
+        self, phase: Phase | None, state: TrainState, batch: Tree, rng: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        axis = self._zero.axis_name
+        if rng is not None:
+            rng = jax.random.fold_in(jax.random.fold_in(rng, state.step), lax.axis_index(axis))
+        loss, grads, model_state, aux = self._gradients(state, batch, rng)
+        extra = {} if phase is None else {"phase": phase}
+        updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **extra)
+        params = optax.apply_updates(state.params, updates)
+        zeros = zero_states(opt_state)
+        applied = zeros[0].applied - zero_states(state.opt_state)[0].applied
+        if model_state is not None:
+            # A skipped step must not leave its non-finite statistics behind.
+            model_state = jax.tree.map(
+                lambda new, old: jnp.where(applied > 0, new, old),
+                _mean_over_floats(model_state, axis),
+                state.model_state,
+            )
+        lost = sum((s.residual for s in zeros), jnp.zeros((1, 2), jnp.float32))
+        with jax.named_scope("metrics"):
+            totals = lax.psum(jnp.concatenate([jnp.ravel(loss), jnp.ravel(lost)]), axis)
+        metrics = {
+            "loss": totals[0] / self._mesh.shape[axis],
+            "gradient_norm": global_norm(grads, axis),
+            "residual_ratio": jnp.sqrt(totals[1] / jnp.where(totals[2] > 0, totals[2], 1.0)),
+            "skipped_steps": sum(s.step - s.applied for s in zeros),
+        }
+        if self._loss.has_aux:
+            metrics["aux"] = _mean_over(aux, axis)
+        return TrainState(state.step + 1, params, opt_state, model_state), metrics
+
+    def _gradients(
+        self, state: TrainState, batch: Tree, rng: Any
+    ) -> tuple[jax.Array, Tree, Tree, Tree]:
+        """Local loss, gradients, model state and aux, over all micro-batches."""
+        differentiate = jax.value_and_grad(self._loss, has_aux=True)
+        k = self._accumulate
+        if k == 1:
+            (loss, (model_state, aux)), grads = differentiate(
+                state.params, state.model_state, batch, rng
+            )
+            return loss, grads, model_state, aux
+
+        def split(path: Any, x: jax.Array) -> jax.Array:
+            if x.shape[0] % k:
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} has {x.shape[0]} examples per device, "
+                    f"not a multiple of accumulate={k}."
+                )
+            return x.reshape(k, x.shape[0] // k, *x.shape[1:])
+
+        batches = jax.tree_util.tree_map_with_path(split, batch)
+
+        def add(carry: Any, xs: Any) -> tuple[Any, Any]:
+            total, model_state = carry
+            i, batch = xs
+            key = None if rng is None else jax.random.fold_in(rng, i)
+            (loss, (model_state, aux)), grads = differentiate(state.params, model_state, batch, key)
+            total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32) / k, total, grads)
+            return (total, model_state), (loss, aux)
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        (grads, model_state), (losses, auxes) = lax.scan(
+            add, (zeros, state.model_state), (jnp.arange(k), batches)
+        )
+        aux = jax.tree.map(
+            lambda x: (
+                jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.sum(x, axis=0)
+            ),
+            auxes,
+        )
+        return jnp.mean(losses), grads, model_state, aux
+
+
+def _mean_over_floats(tree: Tree, axis: str) -> Tree:
+    """Floating-point leaves averaged over devices; others are taken as equal on all."""
+    with jax.named_scope("metrics"):
+        return jax.tree.map(
+            lambda x: lax.pmean(x, axis) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree
+        )
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    has_aux: bool = False,
+    with_rng: bool = False,
+    accumulate: int = 1,
+    *,
+    has_model_state: bool = False,
+    compute_dtype: Any = None,
+) -> TrainStep:
+    """A train step on the mesh: jitted, donating, one program per phase.
+
+    The phase of a step is picked on the host from the step count, without waiting for
+    the device. ``loss_fn`` runs on each device's own examples and returns their mean
+    loss: no collective over the data-parallel axis, but for statistics such as
+    synchronised batch normalisation.
+
+    Args:
+      loss_fn: ``loss_fn(params, [model_state,] batch[, rng])`` returns
+        ``loss``, ``(loss, aux)``, ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
+      tx: optimizer holding a ``zero_shard``; ``optax.chain`` in front of it, partitions
+        and masks around it are fine.
+      mesh: mesh with the data-parallel axis.
+      zero: the configuration ``tx`` was built with.
+      has_aux: ``loss_fn`` returns auxiliary output; ``metrics["aux"]`` has its
+        floating-point leaves averaged over devices and micro-batches, integers summed.
+      with_rng: the step takes a key; folded with the step, device and micro-batch.
+      accumulate: micro-batches per step; gradients add up in float32 and are sent once.
+      has_model_state: ``loss_fn`` takes and returns mutable model state; its
+        floating-point leaves are averaged over devices.
+      compute_dtype: dtype that parameters are cast to for ``loss_fn``, e.g. ``jnp.bfloat16``.
+
+    Returns:
+      ``step(state, batch[, rng]) -> (state, metrics)``. ``batch`` goes through
+      :func:`shard_batch`. ``metrics``: ``loss`` and ``gradient_norm`` (of the mean
+      gradient, :func:`global_norm`), ``residual_ratio`` (weighted norm of the worker
+      errors over what was encoded; below 1), ``skipped_steps`` so far: arrays on the
+      device; ``phase`` and ``bytes_sent`` (per device, by leg, read from the traced
+      program): known on the host; ``aux``.
+
+    Raises:
+      ValueError: mesh without the axis, ``zero`` not that of ``tx``, ``accumulate``
+        below 1 (here); a loss that is already reduced, or whose output does not fit,
+        batches that do not divide (at the first step).
+
+    Example:
+      >>> from onebit_zero_jax import onebit_adam
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> tx = onebit_adam(0.1, zero=zero, warmup_steps=1)
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean(jnp.square(batch @ params["w"] - 1.0))
+      >>> step = train_step(loss_fn, tx, mesh, zero)
+      >>> state = init({"w": jnp.zeros((8, 8))}, tx, mesh, zero)
+      >>> for _ in range(3):
+      ...     state, metrics = step(state, np.ones((4, 8), np.float32))
+      >>> int(state.step), metrics["phase"], float(metrics["loss"]) < 1.0
+      (3, 'compressed', True)
+    """
+    _check_mesh(mesh, zero)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be an integer of at least 1, got {accumulate!r}.")
+    loss = _Loss(loss_fn, has_aux, with_rng, has_model_state, compute_dtype)
+    return TrainStep(loss, tx, mesh, zero, accumulate)
+
+
+def eval_step(
+    loss_fn: Callable[..., Any],
+    mesh: Mesh,
+    zero: ZeroConfig,
+    has_aux: bool = False,
+    *,
+    has_model_state: bool = False,
+    compute_dtype: Any = None,
+) -> Callable[[TrainState, Tree], dict[str, Any]]:
+    """Evaluation of a loss on the mesh, without gradients; the state is not donated.
+
+    Args:
+      loss_fn, mesh, zero, has_aux, has_model_state, compute_dtype: as in
+        :func:`train_step`; model state that ``loss_fn`` returns is dropped.
+
+    Returns:
+      ``evaluate(state, batch) -> {"loss": ..., "aux": ...}``, averaged over devices.
+
+    Raises:
+      ValueError: mesh without the axis; batches that do not divide over the devices.
+
+    Example:
+      >>> from onebit_zero_jax import onebit_adam
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> state = init({"w": jnp.ones((8, 8))}, onebit_adam(0.1, zero=zero), mesh, zero)
+      >>> evaluate = eval_step(lambda p, x: jnp.mean(x @ p["w"]), mesh, zero)
+      >>> float(evaluate(state, np.ones((2, 8), np.float32))["loss"])
+      8.0
+    """
+    _check_mesh(mesh, zero)
+    loss = _Loss(loss_fn, has_aux, False, has_model_state, compute_dtype)
+    axis = zero.axis_name
+
+    @jax.jit
+    def run(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
+        def body(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
+            value, (_, aux) = loss(params, model_state, batch, None)
+            out = {"loss": lax.pmean(value, axis)}
+            return {**out, "aux": _mean_over(aux, axis)} if has_aux else out
+
+        specs = (P(), P(), P(axis))
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        return mapped(params, model_state, batch)
+
+    def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:
+        return run(state.params, state.model_state, shard_batch(batch, mesh, zero))
+
+    return evaluate
