@@ -157,9 +157,10 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
     layout = Layout.of(params, parts)
     gathers_params = zero.gather_mode == "params"
 
-    def zeros(leaf: Leaf, blocks: int, dtype: str | None = None) -> Any:
-        x = coll.vary(jnp.zeros((blocks, codec.ROWS, leaf.lanes), jnp.float32), axis)
-        return x if dtype is None else codec.store(x, dtype)
+    def zeros(leaf: Leaf, blocks: int, dtype: str = "float32") -> Any:
+        shape = jax.ShapeDtypeStruct((blocks, codec.ROWS, leaf.lanes), jnp.float32)
+        stored = jax.eval_shape(lambda x: codec.store(x, dtype), shape)
+        return jax.tree.map(lambda s: coll.vary(jnp.zeros(s.shape, s.dtype), axis), stored)
 
     def leaf_state(leaf: Leaf, x: jax.Array) -> ChunkState | DenseState:
         if not leaf.compressed:
