@@ -22,7 +22,7 @@ test-slow: $(VENV)/.ready  ## the longer runs
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/mypy
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

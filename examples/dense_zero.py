@@ -1,4 +1,4 @@
-"""Dense ZeRO-1 AdamW in bare JAX, the baseline: ``psum_scatter``, owner's update, ``all_gather``."""
+"""Dense ZeRO-1 in bare JAX, the baseline: ``psum_scatter``, owner's update, ``all_gather``."""
 
 import math
 from collections.abc import Callable

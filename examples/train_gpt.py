@@ -55,14 +55,16 @@ class GPT(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(256, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        # Layers are stacked in one set of arrays and scanned: one layer's compile time.
+        stack = nnx.vmap(Block, in_axes=0, out_axes=0)
+        self.blocks = stack(rngs.fork(split=LAYERS))
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
-        for block in self.blocks:
-            x = block(x)
+        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        x = run(x, self.blocks)
         return self.head(self.norm(x))
 
 

@@ -274,14 +274,19 @@ class _Step:
         return self.zero.gather_mode == "params"
 
 
-def _weight(step: _Step, leaf: Leaf, s: ChunkState) -> jax.Array:
+def _seen(step: _Step, s: ChunkState) -> jax.Array:
+    """Where v > 0: bool, the whole leaf in blocks; False on padding."""
+    if isinstance(s.shared, Log8):
+        return s.shared.levels > 0
+    if step.zero.stage:
+        return codec.unpack_bits(s.shared) > 0
+    return s.shared > 0
+
+
+def _weight(step: _Step, s: ChunkState) -> jax.Array:
     """w of the whole leaf in blocks; 0 on padding and wherever v is 0."""
     factored = codec.to_blocks(codec.weight_of(s.factors), step.layout.parts)
-    if isinstance(s.shared, Log8):
-        return jnp.where(s.shared.levels > 0, factored, 0.0)
-    if step.zero.stage:
-        return factored * codec.unpack_bits(s.shared).astype(jnp.float32)
-    return jnp.where(s.shared > 0, factored, 0.0)
+    return jnp.where(_seen(step, s), factored, 0.0)
 
 
 def _adam_moments(step: _Step, s: DenseState, g: jax.Array) -> DenseState:
@@ -411,7 +416,7 @@ def _gather_params(
             masters.append(s.master)
             sent.append((s.master.astype(leaf.dtype), *o.news))
             continue
-        alive = o.weight > 0
+        alive = o.variance > 0
         # Nobody would learn of a change of the others: not even weight decay moves them.
         masters.append(jnp.where(alive, s.master, replica))
         code, _ = codec.encode(masters[-1] - replica, bits=bits, weight=alive.astype(jnp.float32))
@@ -424,8 +429,7 @@ def _gather_params(
         if bits == "dense":
             updates.append(codec.from_blocks(values[0], leaf.shape) - y)
         else:
-            alive = (_weight(step, leaf, s) > 0).astype(jnp.float32)
-            change = codec.decode(Packed(*values), alive)
+            change = codec.decode(Packed(*values), _seen(step, s).astype(jnp.float32))
             updates.append(codec.from_blocks(change, leaf.shape).astype(leaf.dtype))
     return new_states, updates
 
@@ -464,7 +468,7 @@ def _walk(
     # Local momentum.
     chunks: list[ChunkState] = [states[i] for i in big]
     blocks = [codec.to_blocks(grads[i].astype(jnp.float32), parts) for i in big]
-    weights = [_weight(step, leaf, s) for leaf, s in zip(leaves, chunks, strict=True)]
+    weights = [_weight(step, s) for s in chunks]
     if step.gathers_params:
         previous = [codec.load(s.worker_momentum) for s in chunks]
     else:
@@ -497,7 +501,7 @@ def _walk(
     else:
         chunks = _gather_momentum(step, chunks, owned)
         for i, leaf, s in zip(big, leaves, chunks, strict=True):
-            w = _weight(step, leaf, s)
+            w = _weight(step, s)
             whole = codec.decode(s.momentum, w) / step.bc1
             root = codec.decode_log(*s.shared) if step.zero.stage else jnp.sqrt(s.shared / step.bc2)
             root = jnp.maximum(root, step.floor * codec.inverse(w))
