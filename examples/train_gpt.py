@@ -57,7 +57,7 @@ class GPT(nnx.Module):
         self.positions = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
         # Layers are stacked in one set of arrays and scanned: one layer's compile time.
         stack = nnx.vmap(Block, in_axes=0, out_axes=0)
-        self.blocks = stack(rngs.fork(split=LAYERS))
+        self.blocks = stack(rngs.split(LAYERS))
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
@@ -150,15 +150,14 @@ def train(
 
 
 def sample(graph: Any, params: Any, prompt: bytes, length: int, seed: int) -> str:
-    model = nnx.merge(graph, params)
     tokens = np.zeros((1, CONTEXT), np.int32)
     text = list(prompt)
-    logits_of = jax.jit(lambda tokens: model(tokens))
+    logits_of = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens))
     rng = np.random.default_rng(seed)
     for _ in range(length):
         window = text[-CONTEXT:]
         tokens[0, : len(window)] = window
-        logits = np.asarray(logits_of(tokens))[0, len(window) - 1].astype(np.float64) / 0.8
+        logits = np.asarray(logits_of(params, tokens))[0, len(window) - 1].astype(np.float64) / 0.8
         odds = np.exp(logits - logits.max())
         text.append(int(rng.choice(256, p=odds / odds.sum())))
     return bytes(text).decode("utf-8", errors="replace")
@@ -216,6 +215,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--steps must be at least 2, got {args.steps}")
     if args.devices < 0:
         parser.error(f"--devices must be at least 0, got {args.devices}")
+    try:
+        args.zero = ob.ZeroConfig(
+            stage=args.stage, gather=args.gather, gather_bits=args.gather_bits
+        )
+    except ValueError as e:
+        parser.error(str(e))
     return args
 
 
@@ -248,7 +253,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         0.0, PEAK_RATE, max(1, warmup // 2), args.steps, PEAK_RATE / 20
     )
     decay = DECAY if args.optimizer == "adamw" else 0.0
-    zero = ob.ZeroConfig(stage=args.stage, gather=args.gather, gather_bits=args.gather_bits)
+    zero = args.zero
     tx = ob.onebit_adamw(
         rate, b2=B2, weight_decay=decay, zero=zero, warmup_steps=warmup, refresh=REFRESH
     )

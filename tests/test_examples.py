@@ -1,0 +1,82 @@
+"""The examples and the README's quick start, run as a user runs them."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def quick_start() -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    return block
+
+
+def test_quick_start_is_short_and_learns():
+    block = quick_start()
+    lines = [line for line in block.splitlines() if line.strip() and "import" not in line]
+    assert len(lines) <= 20
+    prefix = "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
+    phase, loss, sent = run("-W", "error", "-c", prefix + block).split(" ", 2)
+    assert phase == "compressed"
+    assert float(loss) < 0.3  # 0.43 is the variance of the target: predicting 0
+    assert "'reduce'" in sent
+
+
+@pytest.mark.parametrize("name", ["linen_digits", "bare_jax"])
+def test_digits(name):
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 120
+    out = run(str(path), "--steps", "100", "--devices", "4")
+    assert float(out.rsplit("test accuracy ", 1)[1]) > 0.93
+
+
+def test_train_gpt(tmp_path):
+    args = ["--compare", "--steps", "12", "--devices", "2", "--out", str(tmp_path)]
+    out = run("examples/train_gpt.py", *args)
+    report = json.loads((tmp_path / "report.json").read_text())
+    ours, dense = report["runs"]
+    assert set(ours) == {
+        "name",
+        "stage",
+        "val_loss",
+        "wire_bits_per_param",
+        "bytes_per_step",
+        "persistent_bytes_per_device",
+    }
+    assert ours["stage"] == 2
+    assert ours["wire_bits_per_param"]["steady"] < 0.25 * dense["wire_bits_per_param"]["steady"]
+    assert ours["wire_bits_per_param"]["steady"] < ours["wire_bits_per_param"]["run"]
+    assert ours["val_loss"] < 5.0  # log 256 = 5.55 at the start
+    assert ours["val_loss"] == pytest.approx(dense["val_loss"], rel=0.02)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert (tmp_path / "sample.txt").read_text().startswith("def ")
+    assert "held-out loss over dense" in out
+
+
+@pytest.mark.parametrize(
+    "argument", [("--stage", "4"), ("--gather-bits", "5"), ("--steps", "0"), ("--devices", "-1")]
+)
+def test_train_gpt_refuses(argument):
+    done = subprocess.run(
+        [sys.executable, "examples/train_gpt.py", *argument],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert argument[1] in done.stderr.splitlines()[-1]

@@ -1,0 +1,72 @@
+"""Two real processes over ``jax.distributed`` train exactly as one process does."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+PROGRAM = """
+import json, sys
+import jax
+processes, rank, port = map(int, sys.argv[1:])
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4 // processes)
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+import jax.numpy as jnp
+import numpy as np
+import onebit_zero_jax as ob
+
+mesh = jax.make_mesh((4,), ("data",))
+zero = ob.ZeroConfig(stage=2)
+tx = ob.onebit_adamw(1e-2, zero=zero, warmup_steps=3)
+# Small integers: every sum over devices is exact in any order.
+loss_fn = lambda p, x: jnp.sum(p["w"] * x[0]) + jnp.sum(p["b"] * x[0, 0, :3])
+rng = np.random.default_rng(0)
+params = {"w": rng.normal(size=(32, 32)).astype(np.float32), "b": np.zeros(3, np.float32)}
+state = ob.init(params, tx, mesh, zero)
+step = ob.train_step(loss_fn, tx, mesh, zero)
+phases = []
+for _ in range(6):
+    batch = rng.integers(-8, 8, (4, 32, 32)).astype(np.float32)
+    mine = 4 // processes
+    state, metrics = step(state, batch[rank * mine : (rank + 1) * mine])
+    phases.append(metrics["phase"])
+w = np.asarray(ob.full_params(state)["w"])
+print(json.dumps({"phases": phases, "w": w.tolist()}))
+"""
+
+
+def launch(processes: int) -> list[dict]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(processes), str(rank), str(port)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        results = [p.communicate(timeout=200) for p in running]
+    finally:
+        for p in running:
+            p.kill()
+    for p, (_, err) in zip(running, results, strict=True):
+        assert p.returncode == 0, err[-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in results]
+
+
+def test_two_processes_equal_one():
+    (alone,) = launch(1)
+    first, second = launch(2)
+    assert alone["phases"] == ["dense"] * 3 + ["compressed"] * 3
+    assert first == second == alone
