@@ -154,6 +154,11 @@ def place(chunk: jax.Array, axis_name: AxisName) -> jax.Array:
 # ---------------------------------------------------------------- public collectives
 
 
+def _check_bits(bits: int) -> None:
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise ValueError(f"bits must be an integer from 1 to 8, got {bits!r}.")
+
+
 def _blocks_and_error(
     x: jax.Array, error: jax.Array | None, parts: int, what: str
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -185,7 +190,8 @@ def compressed_reduce_scatter(
       (chunks are equally long; the last ones end in zeros), and the new worker error.
 
     Raises:
-      ValueError: axis not bound, integer ``x``, error of another shape or dtype.
+      ValueError: axis not bound, integer ``x``, error of another shape or dtype, bits
+        out of range.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",))
@@ -206,6 +212,7 @@ def _reduce(
     x: jax.Array, error: jax.Array | None, axis_name: AxisName, bits: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the chunk (blocks), the new error (blocks) and the chunk's padding mask."""
+    _check_bits(bits)
     parts = axis_size(axis_name)
     blocks, error_blocks = _blocks_and_error(vary(x, axis_name), error, parts, "error")
     mask = codec.padding_mask(x.size, parts)
@@ -233,7 +240,8 @@ def compressed_all_gather(
       bit equal on all devices, and the new server error.
 
     Raises:
-      ValueError: axis not bound, integer ``chunk``, error of another shape or dtype.
+      ValueError: axis not bound, integer ``chunk``, error of another shape or dtype,
+        bits out of range.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",))
@@ -244,11 +252,12 @@ def compressed_all_gather(
 
     Source: 1-bit Adam (Tang et al. 2021), section 4.
     """
+    _check_bits(bits)
+    parts = axis_size(axis_name)
     blocks, error_blocks = _blocks_and_error(vary(chunk, axis_name), error, 1, "error")
     whole, new_error = _gather(
         blocks, error_blocks, axis_name, bits, codec.padding_mask(chunk.size)
     )
-    parts = axis_size(axis_name)
     flat = whole.reshape(parts, -1)[:, : chunk.size]
     shape = (parts * chunk.shape[0], *chunk.shape[1:]) if chunk.ndim else (parts,)
     return flat.reshape(shape), codec.from_blocks(new_error, chunk.shape)
@@ -288,7 +297,8 @@ def compressed_all_reduce(
       equal on all devices, and the two new errors.
 
     Raises:
-      ValueError: axis not bound, integer ``x``, an error of another shape or dtype.
+      ValueError: axis not bound, integer ``x``, an error of another shape or dtype, bits
+        out of range.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.clip import global_norm
@@ -18,7 +18,7 @@ from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.shard import Phase
 from onebit_zero_jax.state import Phases, zero_states
-from onebit_zero_jax.wire import traced_bytes
+from onebit_zero_jax.wire import depends_on_inputs, traced_bytes
 
 P = jax.P
 Tree = Any
@@ -47,6 +47,10 @@ class TrainState:
 
 
 def _check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
+    if not isinstance(zero, ZeroConfig):
+        raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
     if zero.axis_name not in mesh.axis_names:
         raise ValueError(
             f"the mesh has axes {mesh.axis_names} but zero.axis_name is {zero.axis_name!r}; "
@@ -61,6 +65,14 @@ def _check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
     return mesh.shape[zero.axis_name]
 
 
+def _with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(tx, optax.MultiSteps):
+        raise ValueError(f"tx is {_REFUSED[optax.MultiStepsState]}.")
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
+    return optax.with_extra_args_support(tx)
+
+
 def _check_params(params: Tree, parts: int) -> None:
     if not jax.tree.leaves(params):
         raise ValueError("params is an empty tree: there is nothing to train.")
@@ -73,12 +85,12 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
     State that differs between devices after init or an update on local gradients is
     stacked along axis 0; the rest is replicated.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = _with_extra_args(tx)
     axis = zero.axis_name
     found: list[Any] = []
 
-    def spec(path: Any, before: jax.Array, after: jax.Array) -> P:
-        varying = [jax.typeof(x).manual_axis_type.varying for x in (before, after)]  # type: ignore[attr-defined]
+    def spec(path: Any, before: jax.Array, after: Any) -> P:
+        varying = [t.manual_axis_type.varying for t in (jax.typeof(before), after)]  # type: ignore[attr-defined]
         if not any(axis in v for v in varying):
             return P()
         if after.ndim == 0:
@@ -93,25 +105,57 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
     def probe(params: Tree) -> jax.Array:
         before = tx.init(params)
         grads = jax.tree.map(lambda x: coll.vary(x, axis), params)
-        _, after = tx.update(grads, before, params, phase="dense")
+        program, out = jax.make_jaxpr(
+            lambda grads: tx.update(grads, before, params, phase="dense"), return_shape=True
+        )(grads)
+        types = [v.aval for v in program.jaxpr.outvars]
+        updates, after = jax.tree.unflatten(jax.tree.structure(out), types)
+        computed = depends_on_inputs(program.jaxpr)
+        for (path, u), depends in zip(jax.tree.leaves_with_path(updates), computed, strict=False):
+            # Zeros made in the image of a gradient (optax.set_to_zero) have its type.
+            if depends and axis in u.manual_axis_type.varying:
+                raise ValueError(
+                    f"the update of parameter {jax.tree_util.keystr(path)} differs between "
+                    "devices: it is made from the local gradient or from this device's chunk. "
+                    "Put every trained leaf under zero_shard (optax.masked passes the others' "
+                    "gradients on: add optax.set_to_zero for them), and no norm inside "
+                    "zero_shard with gather='params'."
+                )
         found.append(jax.tree_util.tree_map_with_path(spec, before, after))
         return jnp.zeros(())
 
+    start = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    _check_tx(jax.eval_shape(start, params), zero)
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=P(), out_specs=P()), params)
     return found[0]
 
 
+# Wrappers that cannot work in a train step, by the state they leave.
+_REFUSED = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps, which hides from the host whether a step sends; use "
+        "train_step(..., accumulate=k), which communicates once in k micro-batches"
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite, which decides on each device from its own gradient; remove it: "
+        "zero_shard skips non-finite steps on all devices (metrics['skipped_steps'])"
+    ),
+}
+_REFUSED_WITH_PARAMS = {
+    optax.contrib.ScheduleFreeState: (
+        "optax.contrib.schedule_free, whose parameters do not move by zero_shard's updates, while "
+        "gather='params' sends what they lack; use ZeroConfig(gather='momentum')"
+    ),
+}
+
+
 def _check_tx(opt_state: Any, zero: ZeroConfig) -> Phases | None:
     """The schedule of the ZeroStates in ``opt_state``; None unless there is exactly one."""
-
-    def is_multi(x: Any) -> bool:
-        return isinstance(x, optax.MultiStepsState)
-
-    if any(is_multi(x) for x in jax.tree.leaves(opt_state, is_leaf=is_multi)):
-        raise ValueError(
-            "tx holds optax.MultiSteps, which hides from the host whether a step sends; "
-            "use train_step(..., accumulate=k), which communicates once in k micro-batches."
-        )
+    refused = {**_REFUSED, **(_REFUSED_WITH_PARAMS if zero.gather_mode == "params" else {})}
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) in refused)
+    for x in nodes:
+        if type(x) in refused:
+            raise ValueError(f"tx holds {refused[type(x)]}.")
     states = zero_states(opt_state)
     if not states:
         raise ValueError(
@@ -170,7 +214,6 @@ def _state_specs(
     _check_params(params, _check_mesh(mesh, zero))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     opt_specs = _opt_specs(tx, params, mesh, zero)
-    _check_tx(opt_specs, zero)
     replicated = [jax.tree.map(lambda x: P(), t) for t in (params, model_state)]
     return TrainState(P(), replicated[0], opt_specs, replicated[1])  # type: ignore[arg-type]
 
@@ -277,7 +320,7 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
             isinstance(x, jax.Array) and not x.is_fully_addressable
         ):
             here = len(sharding.addressable_devices)
-        if not shape or shape[0] % here:
+        if not shape or not shape[0] or shape[0] % here:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} of shape {shape} does not divide over "
                 f"{here} devices of axis {zero.axis_name!r}: axis 0 must be a multiple of {here}."
@@ -336,7 +379,7 @@ class _Loss:
         if len(rest) != extras or not hasattr(loss, "shape") or loss.shape != ():
             wanted = ["loss", *["model_state"] * self.has_model_state, *["aux"] * self.has_aux]
             raise ValueError(
-                f"loss_fn must return {' , '.join(wanted) if extras else 'a scalar loss'}, got "
+                f"loss_fn must return {', '.join(wanted) if extras else 'a scalar loss'}, got "
                 f"{jax.tree.map(lambda x: getattr(x, 'shape', x), out)}; see has_aux and "
                 "has_model_state."
             )
@@ -359,7 +402,14 @@ class _Loss:
             return jnp.zeros(())
 
         specs = (P(), P(), P(axis), P())
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+        def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        shapes = [
+            jax.tree.map(lambda x, spec=spec: shape(x, spec), arg)
+            for arg, spec in zip(args, specs, strict=True)
+        ]
         # Losses that do not trace with typed axes (a scan from a constant carry) run all
         # the same: the step itself does without types.
         with contextlib.suppress(Exception):
@@ -384,8 +434,9 @@ class TrainStep:
         zero: ZeroConfig,
         accumulate: int,
     ) -> None:
+        """Use :func:`train_step`."""
         self._loss, self._mesh, self._zero = loss, mesh, zero
-        self._tx = optax.with_extra_args_support(tx)
+        self._tx = _with_extra_args(tx)
         self._accumulate = accumulate
         self._programs: dict[Any, tuple[Any, dict[str, int]]] = {}
         self._specs: TrainState | None = None
@@ -428,6 +479,8 @@ class TrainStep:
                 if self._loss.with_rng
                 else "step(state, batch) takes no rng: make it with train_step(with_rng=True)."
             )
+        if rng is not None and not isinstance(rng, (jax.Array, np.ndarray)):
+            raise ValueError(f"rng must be a key, e.g. jax.random.key(0), got {rng!r}.")
         if self._loss.has_model_state != (state.model_state is not None):
             raise ValueError(
                 "has_model_state=True needs init(..., model_state=...), and the other way round."

@@ -15,20 +15,20 @@ def _sent(eqn: Any, sizes: dict[str, int]) -> float | None:
     name = eqn.primitive.name
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
+    p = math.prod(sizes[a] for a in axes if a in sizes)
     if name in ("psum", "psum_invariant", "pmax", "pmin"):
-        factor = lambda p: 2 * (p - 1) / p
+        factor = 2 * (p - 1) / p
     elif name in ("all_gather", "all_gather_invariant"):
-        factor = lambda p: p - 1
+        factor = p - 1
     elif name in ("reduce_scatter", "all_to_all"):
-        factor = lambda p: (p - 1) / p
+        factor = (p - 1) / p
     elif name == "ppermute":
-        factor = lambda p: 1
+        factor = 1
     else:
         return None
-    parts = math.prod(sizes[a] for a in axes if a in sizes)
     values = [v.aval for v in eqn.invars]
     payload = sum(math.prod(a.shape) * a.dtype.itemsize for a in values)
-    return payload * factor(parts)
+    return payload * factor
 
 
 def _inner(value: Any) -> Iterator[Any]:
@@ -93,3 +93,19 @@ def traced_bytes(jaxpr: Any, sizes: dict[str, int]) -> dict[str, int]:
     totals: dict[str, float] = {leg: 0.0 for leg in (*LEGS, "other")}
     _walk(jaxpr.jaxpr, sizes, "", totals)
     return {leg.removesuffix("_leg"): round(n) for leg, n in totals.items()}
+
+
+def depends_on_inputs(jaxpr: Any) -> list[bool]:
+    """Whether each output of a jaxpr is computed from its inputs (bodies are taken as a whole).
+
+    Example:
+      >>> import jax
+      >>> program = jax.make_jaxpr(lambda x: (x + 1.0, jax.numpy.zeros_like(x)))(1.0)
+      >>> depends_on_inputs(program.jaxpr)
+      [True, False]
+    """
+    computed = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if any(isinstance(v, core.Var) and v in computed for v in eqn.invars):
+            computed.update(eqn.outvars)
+    return [isinstance(v, core.Var) and v in computed for v in jaxpr.outvars]

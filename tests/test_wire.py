@@ -1,0 +1,300 @@
+"""What travels over the data axis, read from compiled programs and counted by formula."""
+
+import itertools
+import math
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from onebit_zero_jax import ZeroConfig, init, onebit_adam, train_step
+from onebit_zero_jax.wire import traced_bytes
+
+P = jax.P
+PARTS = 4
+# Compressed: whole blocks, and one of 375 values a device. Dense: a vector, a scalar, and
+# a matrix too small to pay for its scales.
+SHAPES = {"big": (64, 128), "odd": (30, 50), "vector": (7,), "scalar": (), "small": (5, 8)}
+COMPRESSED = ("big", "odd")
+DENSE = ("vector", "scalar", "small")
+SKETCH = 1031  # random projection of the gradient, for its norm
+SCALARS = 3  # loss, and the two norms of the residual ratio
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    """XLA with few optimizations: half the time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def mesh_of(parts=PARTS):
+    return jax.make_mesh((parts,), ("data",), (AxisType.Auto,), devices=jax.devices()[:parts])
+
+
+def make_params(dtype=jnp.float32):
+    return {k: jnp.ones(s, dtype) for k, s in SHAPES.items()}
+
+
+def loss_fn(params, batch):
+    return sum(
+        jnp.mean(jnp.square(p.astype(jnp.float32) - jnp.mean(batch))) for p in params.values()
+    )
+
+
+BATCH = np.ones((2 * PARTS, 3), np.float32)
+
+
+def make_step(zero, dtype=jnp.float32, parts=PARTS, loss=loss_fn, tx=None, **options):
+    mesh = mesh_of(parts)
+    tx = onebit_adam(1e-3, zero=zero, warmup_steps=1) if tx is None else tx
+    step = train_step(loss, tx, mesh, zero, **options)
+    return step, init(make_params(dtype), tx, mesh, zero)
+
+
+def collectives(step, state, phase, batch=BATCH):
+    return hlo.collectives(step.lower(state, batch, phase=phase).compile().as_text())
+
+
+# ---------------------------------------------------------------- the formula
+
+
+def blocks_and_lanes(size):
+    """Of a device's part: blocks of 8 x 128, narrower if they would pad more than 1 / 16."""
+    part = math.ceil(size / PARTS)
+    blocks = math.ceil(part / 1024)
+    if blocks * 1024 * PARTS <= size * 17 / 16:
+        return blocks, 128
+    return blocks, math.ceil(part / (8 * blocks))
+
+
+def sizes(name):
+    return blocks_and_lanes(math.prod(SHAPES[name]))
+
+
+def code_bytes(bits):
+    """Planes of ``lanes`` bytes and a float32 scale per block, for a device's part."""
+    return sum(b * (bits * lanes + 4) for b, lanes in map(sizes, COMPRESSED))
+
+
+def values():
+    """Values in a device's part, padding included."""
+    return sum(b * 8 * lanes for b, lanes in map(sizes, COMPRESSED))
+
+
+def expected(zero, phase, itemsize=4):
+    """(op, dtype) -> result sizes, largest first; all that a step sends."""
+    dense = phase == "dense"
+    if zero.bits == "dense":
+        gather = values() * itemsize
+    else:
+        gather = code_bytes(zero.bits)
+    if dense and zero.stage == 0:
+        gather += 4 * values()  # v
+    elif dense and zero.gather_mode == "params":
+        gather += values() // 8  # bit planes of v > 0
+    elif dense:
+        # sqrt(v) in 8 bits, and a maximum per block.
+        gather += values() + 4 * sum(sizes(name)[0] for name in COMPRESSED)
+    reduced = [
+        len(SHAPES) + sum(math.prod(SHAPES[name]) for name in DENSE),  # with a flag per leaf
+        SKETCH,
+        SCALARS,
+    ]
+    if dense:
+        reduced.append(sum(sum(SHAPES[name]) for name in COMPRESSED))  # row and column means
+    out = {
+        ("all-gather", "u8"): [PARTS * gather],
+        ("all-reduce", "f32"): sorted(reduced, reverse=True),
+    }
+    if dense:
+        parts = [b * 8 * lanes for b, lanes in map(sizes, COMPRESSED)]
+        out["reduce-scatter", "f32"] = sorted(parts, reverse=True)
+    else:
+        out["all-to-all", "u8"] = [PARTS * code_bytes(1)]
+    return out
+
+
+def by_kind(found):
+    ordered = sorted(found, key=lambda c: (c.op, c.dtype, -c.size))
+    groups = itertools.groupby(ordered, key=lambda c: (c.op, c.dtype))
+    return {kind: [c.size for c in group] for kind, group in groups}
+
+
+ZEROS = [
+    ZeroConfig(stage=0),
+    ZeroConfig(stage=1),
+    ZeroConfig(stage=1, gather_bits=2, error_dtype="int8"),
+    ZeroConfig(stage=1, gather="params", gather_bits=3),
+    ZeroConfig(stage=2),
+    ZeroConfig(stage=2, gather_bits=1, momentum_dtype="bfloat16"),
+    ZeroConfig(stage=2, gather_bits="dense"),
+]
+
+
+def test_the_formula_on_known_sizes():
+    assert (sizes("big"), sizes("odd")) == ((2, 128), (1, 47))
+    assert code_bytes(1) == 2 * (128 + 4) + (47 + 4)
+    assert code_bytes(4) == 2 * (512 + 4) + (188 + 4)
+
+
+@pytest.mark.parametrize("phase", ["dense", "compressed"])
+@pytest.mark.parametrize("zero", ZEROS, ids=lambda z: f"{z.stage}-{z.gather_mode}-{z.bits}")
+def test_collectives_are_the_formula(zero, phase):
+    # bfloat16 masters are bit-cast to bytes: XLA's CPU backend would widen them to float32.
+    dtype = jnp.bfloat16 if zero.bits == "dense" else jnp.float32
+    step, state = make_step(zero, dtype)
+    found = collectives(step, state, phase)
+    assert by_kind(found) == expected(zero, phase, jnp.dtype(dtype).itemsize)
+    assert {c.group for c in found} == {PARTS}
+    # The report of the traced program is what XLA made of it, but for rounding per leg.
+    sent = step.bytes_sent(state, BATCH, phase=phase)
+    assert abs(sum(sent.values()) - hlo.total_sent(found)) <= len(sent) / 2
+    assert sent["other"] == 0
+
+
+@pytest.mark.parametrize("zero", [ZeroConfig(stage=1), ZeroConfig(stage=2)], ids=["1", "2"])
+def test_report_by_leg(zero):
+    step, state = make_step(zero)
+    for phase in ("dense", "compressed"):
+        sent, want = step.bytes_sent(state, BATCH, phase=phase), expected(zero, phase)
+        (gathered,) = want["all-gather", "u8"]
+        assert sent["gather"] == (PARTS - 1) / PARTS * gathered
+        ring = 2 * (PARTS - 1) / PARTS * 4
+        flags_and_leaves = len(SHAPES) + 7 + 1 + 40
+        assert sent["dense_leaves"] == ring * flags_and_leaves
+        assert sent["metrics"] == ring * (SKETCH + SCALARS)
+        assert sent["weights"] == (ring * (64 + 128 + 30 + 50) if phase == "dense" else 0)
+        if phase == "dense":
+            assert sent["reduce"] == 4 * (PARTS - 1) * values()
+        else:
+            assert sent["reduce"] == round((PARTS - 1) / PARTS * want["all-to-all", "u8"][0])
+
+
+def test_a_compressed_step_sends_one_packed_buffer_per_leg_and_little_else():
+    step, state = make_step(ZeroConfig(stage=2))
+    found = collectives(step, state, "compressed")
+    packed = [c for c in found if c.dtype == "u8"]
+    assert [c.op for c in packed] == ["all-to-all", "all-gather"]
+    # Dense leaves, a flag per leaf, the gradient's sketch and three scalars: nothing that
+    # grows with the matrices.
+    rest = [c for c in found if c.dtype != "u8"]
+    dense = sum(math.prod(SHAPES[name]) for name in DENSE)
+    assert {(c.op, c.dtype) for c in rest} == {("all-reduce", "f32")}
+    assert sum(c.size for c in rest) <= dense + len(SHAPES) + SKETCH + SCALARS
+    assert sum(c.size for c in rest) < min(math.prod(SHAPES[name]) for name in COMPRESSED)
+
+
+def test_matrices_grow_and_the_rest_does_not():
+    """At 1 and 4 bits a step sends 1 / 32 + 1 / 8 of float32, and 8 bytes per 1024 values."""
+    mesh, zero = mesh_of(), ZeroConfig(stage=2)
+    tx = onebit_adam(1e-3, zero=zero)
+    step = train_step(loss_fn, tx, mesh, zero)
+    params = {"a": jnp.ones((512, 1024)), "b": jnp.ones((256, 1024)), "bias": jnp.ones(1024)}
+    sent = step.bytes_sent(init(params, tx, mesh, zero), BATCH)
+    n, ring = 768 * 1024, (PARTS - 1) / PARTS
+    assert sent["reduce"] == ring * (n / 8 + n / 1024 * 4)
+    assert sent["gather"] == ring * (n / 2 + n / 1024 * 4)
+    assert sent["dense_leaves"] == 2 * ring * 4 * (1024 + 3)
+
+
+def test_micro_batches_send_once():
+    zero = ZeroConfig(stage=2)
+    found = {}
+    for k in (1, 4):
+        step, state = make_step(zero, accumulate=k)
+        batch = np.ones((4 * PARTS, 3), np.float32)
+        found[k] = collectives(step, state, "compressed", batch)
+        assert not any("while" in c.source for c in found[k])
+    assert by_kind(found[4]) == by_kind(found[1])
+
+
+def test_metrics_carry_the_report_of_the_phase_that_ran():
+    step, state = make_step(ZeroConfig(stage=2))
+    reports = {p: step.bytes_sent(state, BATCH, phase=p) for p in ("dense", "compressed")}
+    for phase in ("dense", "compressed"):
+        state, metrics = step(state, BATCH)
+        assert metrics["phase"] == phase
+        assert metrics["bytes_sent"] == reports[phase]
+    assert sum(reports["compressed"].values()) < sum(reports["dense"].values())
+
+
+def test_the_users_own_collectives_are_counted_apart():
+    def synced(params, batch):
+        return loss_fn(params, batch - jax.lax.pmean(jnp.mean(batch, 0), "data"))
+
+    step, state = make_step(ZeroConfig(stage=2), loss=synced)
+    sent = step.bytes_sent(state, BATCH)
+    assert sent["other"] == 2 * (PARTS - 1) / PARTS * 4 * 3
+    found = collectives(step, state, "compressed")
+    assert abs(sum(sent.values()) - hlo.total_sent(found)) <= len(sent) / 2
+
+
+def test_a_phase_picked_on_the_device_counts_its_dense_branch():
+    zero = ZeroConfig(stage=2)
+    tx = optax.inject_hyperparams(onebit_adam)(1e-3, zero=zero, warmup_steps=1)
+    step, state = make_step(zero, tx=tx)
+    plain, same = make_step(zero)
+    both, dense = (
+        step.bytes_sent(state, BATCH, phase=None),
+        plain.bytes_sent(same, BATCH, phase="dense"),
+    )
+    assert both == dense
+
+
+def test_one_device_sends_nothing():
+    step, state = make_step(ZeroConfig(stage=2), parts=1)
+    for phase in ("dense", "compressed"):
+        assert set(step.bytes_sent(state, BATCH, phase=phase).values()) == {0}
+
+
+# ---------------------------------------------------------------- the two readers themselves
+
+
+def test_traced_bytes_of_loops_and_branches():
+    x = jnp.ones(8)
+
+    def body(x):
+        def repeat(carry, _):
+            return carry + jax.lax.psum(x, "data"), None
+
+        looped, _ = jax.lax.scan(repeat, jnp.zeros(8), None, length=5)
+        branch = jax.lax.cond(
+            jnp.sum(looped) > 0,
+            lambda: jax.lax.psum(x[:2], "data"),
+            lambda: jax.lax.psum(x[:1], "data")[jnp.zeros(2, int)],
+        )
+        return looped, branch, jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+    mapped = jax.shard_map(
+        body, mesh=mesh_of(2), in_specs=P("data"), out_specs=(P(), P(), P("data")), check_vma=False
+    )
+    sent = traced_bytes(jax.jit(mapped).trace(jnp.ones(16)).jaxpr, {"data": 2})
+    assert sent["other"] == 5 * 32 + 8 + 32
+    assert x.nbytes == 32
+
+
+def test_hlo_reader():
+    text = """
+  %ar = (f32[66]{0}, bf16[2,3]{1,0}, /*index=2*/pred[]) all-reduce(%a, %b, %c), replica_groups={{0,1,2,3}}, metadata={op_name="jit(f)/dense_leaves/psum"}
+  %a2a = (u8[1,36]{1,0}, u8[1,36]{1,0}) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}
+  ROOT %ag.1 = u8[8,164]{1,0:T(8,128)} all-gather(%c), replica_groups=[1,8]<=[8], dimensions={0}
+  %use = f32[66]{0} get-tuple-element(%ar), index=0
+"""
+    found = hlo.collectives(text)
+    assert [(c.op, c.dtype, c.shape, c.group, c.bytes) for c in found] == [
+        ("all-reduce", "f32", (66,), 4, 264),
+        ("all-reduce", "bf16", (2, 3), 4, 12),
+        ("all-reduce", "pred", (), 4, 1),
+        ("all-to-all", "u8", (2, 36), 2, 72),
+        ("all-gather", "u8", (8, 164), 8, 1312),
+    ]
+    assert found[0].source == "jit(f)/dense_leaves/psum"
+    assert hlo.total_sent(found) == 1.5 * (264 + 12 + 1) + 36 + 7 * 164
+    with pytest.raises(ValueError, match="asynchronous"):
+        hlo.collectives("%s = (f32[2], f32[2]) all-gather-start(%a), replica_groups={{0,1}}")
