@@ -59,7 +59,7 @@ def global_norm(grads: Any, axis_name: str) -> jax.Array:
     parts = coll.axis_size(axis_name)
     leaves = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
     if parts == 1:
-        values = jnp.concatenate([jnp.ravel(g) for g in leaves])
+        values = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(g) for g in leaves)])
     else:
         values = sum((_sketch(g, i) for i, g in enumerate(leaves)), jnp.zeros(SKETCH_SIZE))
     with jax.named_scope("metrics"):

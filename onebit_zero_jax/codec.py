@@ -3,7 +3,8 @@
 Values are seen as blocks of 8 rows x ``lanes`` columns (128 columns unless the
 array is small), shape ``(..., 8, lanes)``. The values of a block share one float32
 scale. Bit j of row k travels in bit k of byte plane j, so a plane is ``lanes``
-bytes and packing never crosses a vector lane.
+bytes and packing never crosses a vector lane. Code l of b bits stands for
+``(2 l / (2^b - 1) - 1) scale``, so its highest bit is the sign: 1 is +.
 
 A *weight* (same shape as the values, >= 0) multiplies values before signs and
 scales are taken and divides them when decoded. Where it is 0 the value takes no
@@ -11,6 +12,8 @@ part at all: not in the scale, not in the error, and it decodes to 0. Padding is
 nothing but weight 0.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,8 +29,10 @@ _MAX_PADDING = 1 / 16
 _MAX_WEIGHT = 1e18
 _INT8_ROWS = 2
 _LOG_LEVELS_PER_OCTAVE = 4
-# Decoding unrolls over this many senders, then loops.
+# Decoding unrolls over this many senders, then loops: more streams at once are slower.
 _UNROLL = 8
+# Weights and scales below the smallest normal float32 count as 0: 1 / x must be finite.
+_TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Packed(NamedTuple):
@@ -61,7 +66,15 @@ def block_shape(size: int, parts: int = 1) -> tuple[int, int]:
     """Returns ``(blocks, lanes)`` of each of ``parts`` equal parts of ``size`` values.
 
     Blocks are 8 x 128 unless padding to them would waste more than 1/16 of the
-    array; then they are as narrow as needed.
+    array; then they are as narrow as needed and a part wastes less than 8 values a
+    block.
+
+    Args:
+      size: number of values, 0 or more.
+      parts: number of equal parts they are cut into, 1 or more.
+
+    Returns:
+      Blocks of one part, and their width (128 at most).
 
     Example:
       >>> block_shape(16 * 1024, parts=8), block_shape(16 * 1024, parts=7)
@@ -77,7 +90,19 @@ def block_shape(size: int, parts: int = 1) -> tuple[int, int]:
 
 
 def to_blocks(x: jax.Array, parts: int = 1) -> jax.Array:
-    """Flattens ``x`` and pads it with zeros to ``(parts * blocks, 8, lanes)``."""
+    """Flattens ``x`` and pads it with zeros to ``(parts * blocks, 8, lanes)``.
+
+    Args:
+      x: any shape and dtype.
+      parts: see :func:`block_shape`.
+
+    Returns:
+      The blocks, dtype of ``x``; row-major: value i of ``x`` is value i of the blocks.
+
+    Example:
+      >>> to_blocks(jnp.arange(10.0))[0, :, 0].tolist(), to_blocks(jnp.arange(10.0)).shape
+      ([0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 0.0, 0.0], (1, 8, 2))
+    """
     blocks, lanes = block_shape(x.size, parts)
     flat = jnp.ravel(x)
     padding = parts * blocks * ROWS * lanes - x.size
@@ -87,15 +112,36 @@ def to_blocks(x: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of :func:`to_blocks` for an array of shape ``shape``."""
-    size = 1
-    for dim in shape:
-        size *= dim
-    return blocks.reshape(-1)[:size].reshape(shape)
+    """Inverse of :func:`to_blocks` for an array of shape ``shape``.
+
+    Args:
+      blocks: ``(parts * blocks, 8, lanes)``, any dtype.
+      shape: shape of the array; what exceeds its size is dropped.
+
+    Returns:
+      An array of shape ``shape`` and the dtype of ``blocks``.
+
+    Example:
+      >>> from_blocks(to_blocks(jnp.arange(6).reshape(2, 3)), (2, 3)).tolist()
+      [[0, 1, 2], [3, 4, 5]]
+    """
+    return blocks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def padding_mask(size: int, parts: int = 1) -> jax.Array | None:
-    """Weight of the blocks of ``size`` values: 1, and 0 on padding; None if there is none."""
+    """Weight of the blocks of ``size`` values: 1, and 0 on padding; None if there is none.
+
+    Args:
+      size: number of values.
+      parts: see :func:`block_shape`.
+
+    Returns:
+      float32 ``(parts * blocks, 8, lanes)``, or None.
+
+    Example:
+      >>> padding_mask(1024), padding_mask(10)[0, :, 0].tolist()
+      (None, [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    """
     blocks, lanes = block_shape(size, parts)
     if parts * blocks * ROWS * lanes == size:
         return None
@@ -105,33 +151,66 @@ def padding_mask(size: int, parts: int = 1) -> jax.Array | None:
 # ---------------------------------------------------------------- codes
 
 
+def _powers(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """uint8 of shape ``shape``: 2 to the index along ``axis`` (negative)."""
+    return jnp.uint8(1) << lax.broadcasted_iota(jnp.uint8, shape, len(shape) + axis)
+
+
 def pack_bits(bits: jax.Array) -> jax.Array:
-    """bool ``(..., 8, lanes)`` -> uint8 ``(..., lanes)``, row k in bit k."""
-    shift = jnp.arange(ROWS, dtype=jnp.uint8)[:, None]
-    shift = lax.broadcast_in_dim(shift, bits.shape, (bits.ndim - 2, bits.ndim - 1))
-    return jnp.sum(bits.astype(jnp.uint8) << shift, axis=-2, dtype=jnp.uint8)
+    """Packs bool ``(..., 8, lanes)`` to uint8 ``(..., lanes)``, row k in bit k.
+
+    Example:
+      >>> pack_bits(jnp.array([[True], [False], [True], [False]] * 2)).tolist()
+      [85]
+    """
+    powers = jnp.where(bits, _powers(bits.shape, -2), jnp.uint8(0))
+    return jnp.sum(powers, axis=-2, dtype=jnp.uint8)
 
 
 def unpack_bits(plane: jax.Array) -> jax.Array:
-    """uint8 ``(..., lanes)`` -> uint8 0 or 1 ``(..., 8, lanes)``."""
+    """Inverse of :func:`pack_bits`: uint8 ``(..., lanes)`` to bool ``(..., 8, lanes)``.
+
+    Example:
+      >>> unpack_bits(jnp.array([85], jnp.uint8))[:, 0].astype(int).tolist()
+      [1, 0, 1, 0, 1, 0, 1, 0]
+    """
     shape = (*plane.shape[:-1], ROWS, plane.shape[-1])
-    shift = lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 2)
     spread = lax.broadcast_in_dim(plane, shape, (*range(plane.ndim - 1), plane.ndim))
-    return (spread >> shift) & jnp.uint8(1)
+    return (spread & _powers(shape, -2)) > 0
 
 
-def _levels(planes: jax.Array) -> jax.Array:
-    """Decodes byte planes to float32 levels in [-1, 1]."""
-    bits = planes.shape[-2]
-    code = unpack_bits(planes[..., 0, :])
-    for j in range(1, bits):
-        code = code | (unpack_bits(planes[..., j, :]) << jnp.uint8(j))
-    return code.astype(jnp.float32) * (2.0 / (2**bits - 1)) - 1.0
+def _reduce_blocks(
+    operands: tuple[jax.Array, jax.Array],
+    ops: tuple[Callable[[jax.Array, jax.Array], jax.Array], ...],
+) -> list[jax.Array]:
+    """Two reductions over the last two axes, kept as 1, starting from 0, in one pass.
+
+    XLA fuses the reduction of a pair with what computes the pair. A single one it hands
+    to a library on CPU, which wants its operand written out: 4 bytes a value.
+    """
+    results = lax.reduce(
+        operands,
+        (jnp.float32(0), jnp.float32(0)),
+        lambda a, b: tuple(op(x, y) for op, x, y in zip(ops, a, b, strict=True)),
+        (operands[0].ndim - 2, operands[0].ndim - 1),
+    )
+    return [jnp.expand_dims(result, (-2, -1)) for result in results]
+
+
+def _max_abs(x: jax.Array) -> jax.Array:
+    """max |x| over the last two axes, kept as 1."""
+    high, low = _reduce_blocks((x, x), (lax.max, lax.min))
+    return jnp.maximum(high, -low)
 
 
 def inverse(weight: jax.Array) -> jax.Array:
-    """1 / weight, and 0 where the weight is 0."""
-    alive = weight > 0
+    """1 / weight, and 0 where the weight is 0 (or below the smallest normal float32).
+
+    Example:
+      >>> inverse(jnp.array([4.0, 0.0])).tolist()
+      [0.25, 0.0]
+    """
+    alive = weight >= _TINY
     return jnp.where(alive, 1.0 / jnp.where(alive, weight, 1.0), 0.0)
 
 
@@ -140,10 +219,10 @@ def encode(
 ) -> tuple[Packed, jax.Array]:
     r"""Encodes ``c = x + error`` and returns the code and what it lost.
 
-    With ``u = weight * c``, per block: 1 bit sends ``sign(u)`` (sign(0) = +1) and
+    With ``u = weight * c``, per block: 1 bit sends ``sign(c)`` (sign(0) = +1) and
     the scale ``mean |u|``, the least-squares choice; b bits send
-    ``round((u / max|u| + 1) (2^b - 1) / 2)`` and the scale ``max |u|``, so the
-    levels are uniform on ``[-max, max]`` and none of them is 0. The new error is
+    ``round((u / max|u| + 1) (2^b - 1) / 2)`` and the scale ``max |u|``, so the levels
+    are uniform on ``[-max, max]`` and none of them is 0. The new error is
     ``c - decode(code)`` rounded to float32, and 0 where the weight is 0.
 
     Args:
@@ -155,54 +234,91 @@ def encode(
     Returns:
       The code, and the new error (float32, shape of ``x``).
 
+    Raises:
+      ValueError: ``bits`` is not in 1 to 8.
+
     Example:
       >>> x = jnp.full((1, 8, 128), -2.0).at[0, 0, 0].set(4.0)
       >>> code, error = encode(x)
-      >>> code.planes.shape, code.planes.dtype, bool(jnp.allclose(decode(code) + error, x))
+      >>> code.planes.shape, code.planes.dtype, bool(jnp.all(decode(code) + error == x))
       ((1, 1, 128), dtype('uint8'), True)
 
     Source: 1-bit SGD (Seide et al. 2014); scales per block: Zheng et al. 2019.
     """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits must be 1 to 8, got {bits}")
     c = x.astype(jnp.float32)
     if error is not None:
         c = c + error
     u = c if weight is None else c * weight
-    magnitude = jnp.abs(u)
-    if bits == 1:
-        if weight is None:
-            count = jnp.float32(u.shape[-1] * u.shape[-2])
-        else:
-            alive = (weight > 0).astype(jnp.float32)
-            count = jnp.maximum(jnp.sum(alive, axis=(-2, -1), keepdims=True), 1.0)
-        scale = jnp.sum(magnitude, axis=(-2, -1), keepdims=True) / count
-        positive = u >= 0
-        planes = pack_bits(positive)[..., None, :]
-        decoded = jnp.where(positive, scale, -scale)
+    positive = c >= 0
+    if bits > 1:
+        scale = _max_abs(u)
+        # Of the levels of its sign, counted from 0.
+        level = jnp.floor((jnp.abs(u) * inverse(scale)) * ((2**bits - 1) / 2))
+        half = 2 ** (bits - 1)
+        number = jnp.where(positive, half + level, half - 1 - level).astype(jnp.uint8)
+        shape = (*number.shape[:-2], bits, *number.shape[-2:])
+        planes = pack_bits((jnp.expand_dims(number, -3) & _powers(shape, -3)) > 0)
     else:
-        scale = jnp.max(magnitude, axis=(-2, -1), keepdims=True, initial=0.0)
-        top = 2**bits - 1
-        unit = u / jnp.where(scale > 0, scale, 1.0)
-        level = jnp.clip(jnp.round((unit + 1.0) * (top / 2)), 0.0, float(top))
-        code = level.astype(jnp.uint8)
-        planes = jnp.stack(
-            [pack_bits((code >> jnp.uint8(j)) & jnp.uint8(1)) for j in range(bits)], axis=-2
-        )
-        decoded = (level * (2.0 / top) - 1.0) * scale
-    if weight is None:
-        return Packed(planes, scale), c - decoded
-    return Packed(planes, scale), jnp.where(weight > 0, c - decoded * inverse(weight), 0.0)
+        if weight is None:
+            scale = jnp.mean(jnp.abs(u), axis=(-2, -1), keepdims=True)
+        else:
+            alive = (weight >= _TINY).astype(jnp.float32)
+            total, count = _reduce_blocks((jnp.abs(u), alive), (lax.add, lax.add))
+            scale = total / jnp.maximum(count, 1.0)
+        level = None
+        planes = jnp.expand_dims(pack_bits(positive), -2)
+    # Planes first: then the error can take the memory of c.
+    code = lax.optimization_barrier(Packed(planes, scale))
+    new_error = c - _decode(positive, level, bits, code.scale, weight)
+    return code, new_error if weight is None else jnp.where(weight >= _TINY, new_error, 0.0)
+
+
+def _decode(
+    positive: jax.Array,
+    level: jax.Array | None,
+    bits: int,
+    scale: jax.Array,
+    weight: jax.Array | None,
+) -> jax.Array:
+    """Signs and levels to values. The same arithmetic for sender and receiver, to the bit.
+
+    The sign comes last because a product next to the subtraction of the error would be
+    contracted into one rounding (FMA) there and not at the receiver.
+    """
+    magnitude = scale * (1 / (2**bits - 1))
+    if level is not None:
+        magnitude = (2.0 * level + 1.0) * magnitude
+    if weight is not None:
+        magnitude = magnitude * inverse(weight)
+    return jnp.where(positive, magnitude, -magnitude)
 
 
 def decode(code: Packed, weight: jax.Array | None = None) -> jax.Array:
     """Decodes to float32 ``(..., 8, lanes)``; 0 where the weight is 0.
+
+    Args:
+      code: what :func:`encode` returned; the number of planes is the number of bits.
+      weight: float32 ``(..., 8, lanes)``, the weight it was encoded with, or None.
+
+    Returns:
+      float32 ``(..., 8, lanes)``.
 
     Example:
       >>> code, _ = encode(jnp.array([[[1.0], [-3.0], [2.0], [0.0], [-4.0], [2.0], [1.0], [3.0]]]))
       >>> decode(code)[0, :, 0].tolist()
       [2.0, -2.0, 2.0, 2.0, -2.0, 2.0, 2.0, 2.0]
     """
-    value = _levels(code.planes) * code.scale
-    return value if weight is None else value * inverse(weight)
+    bits = code.planes.shape[-2]
+    *low, positive = (unpack_bits(code.planes[..., j, :]) for j in range(bits))
+    level = None
+    if low:
+        powers = [jnp.where(bit, jnp.uint8(2**j), 0) for j, bit in enumerate(low)]
+        level = sum(powers[1:], powers[0])
+        level = jnp.where(positive, level, jnp.uint8(2 ** (bits - 1) - 1) - level)
+        level = level.astype(jnp.float32)
+    return _decode(positive, level, bits, code.scale, weight)
 
 
 def decode_mean(code: Packed, weight: jax.Array | None = None) -> jax.Array:
@@ -213,26 +329,33 @@ def decode_mean(code: Packed, weight: jax.Array | None = None) -> jax.Array:
 
     Args:
       code: planes ``(senders, ..., bits, lanes)``, scales ``(senders, ..., 1, 1)``.
-      weight: float32 ``(..., 8, lanes)``, the weight all senders used.
+      weight: float32 ``(..., 8, lanes)``, the weight all senders used, or None.
 
     Returns:
       float32 ``(..., 8, lanes)``.
+
+    Example:
+      >>> code = Packed(jnp.array([[[255]], [[0]], [[15]]], jnp.uint8), jnp.full((3, 1, 1), 6.0))
+      >>> decode_mean(code)[:, 0].tolist()
+      [2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0, -2.0]
     """
     senders = code.planes.shape[0]
     unrolled = senders % _UNROLL or min(senders, _UNROLL)
-    total = decode(Packed(code.planes[0], code.scale[0]))
-    for i in range(1, unrolled):
-        total = total + decode(Packed(code.planes[i], code.scale[i]))
+    code = code._replace(scale=code.scale * (1 / senders))
+
+    def sender(i: jax.Array | int) -> jax.Array:
+        return decode(Packed(code.planes[i], code.scale[i]))
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         for k in range(_UNROLL):
-            one = unrolled + i * _UNROLL + k
-            total = total + decode(Packed(*(a[one] for a in code)))
+            total = total + sender(unrolled + i * _UNROLL + k)
         return total
 
+    total = sender(0)
+    for i in range(1, unrolled):
+        total = total + sender(i)
     if senders > unrolled:
         total = lax.fori_loop(0, (senders - unrolled) // _UNROLL, add, total)
-    total = total * (1.0 / senders)
     return total if weight is None else total * inverse(weight)
 
 
@@ -246,46 +369,106 @@ def factored_axes(shape: tuple[int, ...]) -> tuple[int, int]:
     (optax's rule for Adafactor). So stacked layers ``(layers, in, out)``, convolutions
     ``(h, w, in, out)`` and head axes ``(embed, heads, head_dim)`` factor as one expects.
 
+    Args:
+      shape: shape of the leaf.
+
+    Returns:
+      Two axes, the row axis before the column axis.
+
+    Raises:
+      ValueError: the leaf has fewer than two axes.
+
     Example:
-      >>> factored_axes((24, 512, 2048)), factored_axes((3, 3, 64, 128)), factored_axes((512, 8, 64))
-      ((1, 2), (2, 3), (0, 2))
+      >>> [factored_axes(s) for s in ((24, 512, 2048), (3, 3, 64, 128), (512, 8, 64))]
+      [(1, 2), (2, 3), (0, 2)]
+
+    Source: Adafactor (Shazeer and Stern 2018).
     """
+    if len(shape) < 2:
+        raise ValueError(f"a leaf of shape {shape} has no rows and columns")
     order = sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))
     row, col = sorted(order[-2:])
     return row, col
 
 
 def mean_factors(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row and column means of ``v`` (a leaf, ndim >= 2), each with the other axis kept as 1."""
-    row, col = factored_axes(v.shape)
-    return (
-        jnp.mean(v, axis=col, keepdims=True),
-        jnp.mean(v, axis=row, keepdims=True),
+    """Row and column means of ``v``, each with the other axis kept as 1.
+
+    Args:
+      v: float32, a leaf of two axes or more.
+
+    Returns:
+      ``R_i``, the shape of ``v`` with its column axis of size 1, and ``C_j``, with its
+      row axis of size 1.
+
+    Raises:
+      ValueError: the leaf has fewer than two axes.
+
+    Example:
+      >>> row, col = mean_factors(jnp.array([[1.0, 3.0], [5.0, 7.0]]))
+      >>> row.tolist(), col.tolist()
+      ([[2.0], [6.0]], [[3.0, 5.0]])
+
+    Source: Adafactor (Shazeer and Stern 2018).
+    """
+    # Divided before they are summed: the sum of squares of 1e18 would overflow.
+    row, col = (
+        jnp.sum(v * (1 / max(1, v.shape[axis])), axis=axis, keepdims=True)
+        for axis in reversed(factored_axes(v.shape))
     )
+    return row, col
 
 
 def weight_factors(row_mean: jax.Array, col_mean: jax.Array, shape: tuple[int, ...]) -> Factors:
     r"""Factors of the variance-shaped weight, ``w_ij = (R_i C_j / mean R)^(-1/2)``.
 
     Args:
-      row_mean, col_mean: float32, from :func:`mean_factors` of the variance.
+      row_mean: float32, the first of :func:`mean_factors` of the variance.
+      col_mean: float32, the second.
       shape: shape of the leaf.
 
     Returns:
-      Factors whose product is w; a factor is 0 where its mean is 0 or not finite.
+      Factors whose product is w. A factor is 0 where its mean is 0 (or below the
+      smallest normal float32) or not finite; such means count as 0 in ``mean R``.
+
+    Raises:
+      ValueError: the leaf has fewer than two axes.
+
+    Example:
+      >>> v = jnp.outer(jnp.array([4.0, 16.0, 0.0]), jnp.array([1.0, 4.0]))
+      >>> jnp.round(weight_of(weight_factors(*mean_factors(v), v.shape)), 4).tolist()
+      [[0.5, 0.25], [0.25, 0.125], [0.0, 0.0]]
+
+    Source: the variance of Adafactor (Shazeer and Stern 2018) as a weight of the codec.
     """
     row_axis, _ = factored_axes(shape)
-    mean = jnp.mean(row_mean, axis=row_axis, keepdims=True)
 
-    def rsqrt(x: jax.Array) -> jax.Array:
-        alive = (x > 0) & jnp.isfinite(x)
-        return jnp.where(alive, lax.rsqrt(jnp.where(alive, x, 1.0)), 0.0)
+    def alive(mean: jax.Array) -> jax.Array:
+        return (mean >= _TINY) & jnp.isfinite(mean)
 
+    def rsqrt(mean: jax.Array) -> jax.Array:
+        return jnp.where(alive(mean), lax.rsqrt(jnp.where(alive(mean), mean, 1.0)), 0.0)
+
+    # The sum of the row means may overflow where their mean does not.
+    rows = jnp.where(alive(row_mean), row_mean, 0.0)
+    peak = jnp.max(rows, axis=row_axis, keepdims=True, initial=0.0)
+    mean = peak * jnp.mean(rows * inverse(peak), axis=row_axis, keepdims=True)
     return Factors(rsqrt(row_mean), rsqrt(col_mean) * jnp.sqrt(mean))
 
 
 def weight_of(factors: Factors) -> jax.Array:
-    """The weight of a leaf, float32 of the leaf's shape (or ``(1,) * ndim``-broadcast)."""
+    """The weight of a leaf: the product of its factors, 1e18 at most.
+
+    Args:
+      factors: float32, see :class:`Factors`.
+
+    Returns:
+      float32 of the leaf's shape.
+
+    Example:
+      >>> weight_of(Factors(jnp.array([[1.0], [2.0]]), jnp.array([[3.0, 4.0]]))).tolist()
+      [[3.0, 4.0], [6.0, 8.0]]
+    """
     return jnp.minimum(factors.row * factors.col, _MAX_WEIGHT)
 
 
@@ -293,31 +476,60 @@ def weight_of(factors: Factors) -> jax.Array:
 
 
 class Int8(NamedTuple):
-    """Blocks stored in int8 with one float32 scale per two rows (256 values at most)."""
+    """Blocks stored in int8 with one float32 scale per two rows (256 values at most).
+
+    Attributes:
+      values: int8 ``(..., 8, lanes)``.
+      scale: float32 ``(..., 4, 1)``, the value of one step.
+    """
 
     values: jax.Array
     scale: jax.Array
 
 
 def store(blocks: jax.Array, dtype: str) -> jax.Array | Int8:
-    """Stores float32 blocks ``(..., 8, lanes)`` in ``dtype``.
+    """Stores float32 blocks in ``dtype``.
 
     What is lost each time: nothing in ``"float32"``; at most ``2^-8 |x|`` (half a unit
-    in the last of 8 significant bits is ``2^-9``) in ``"bfloat16"``; at most
-    ``max|x| / 254`` over the two rows that share a scale in ``"int8"``.
+    in the last of 8 significant bits) in ``"bfloat16"``; at most ``max|x| / 254``, half
+    a step, over the two rows that share a scale in ``"int8"``, where rows whose maximum
+    is below 1e-35 may be lost.
+
+    Args:
+      blocks: float32 ``(..., 8, lanes)``.
+      dtype: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+
+    Returns:
+      An array of that dtype, or :class:`Int8`.
+
+    Example:
+      >>> stored = store(jnp.array([[1.0], [-127.0]] * 4), "int8")
+      >>> stored.values[:2, 0].tolist(), stored.scale[:, 0].tolist()
+      ([1, -127], [1.0, 1.0, 1.0, 1.0])
     """
     if dtype != "int8":
         return blocks.astype(jnp.dtype(dtype))
     *lead, rows, lanes = blocks.shape
     groups = blocks.reshape(*lead, rows // _INT8_ROWS, _INT8_ROWS, lanes)
-    scale = jnp.max(jnp.abs(groups), axis=(-2, -1), keepdims=True, initial=0.0) * (1 / 127)
+    scale = _max_abs(groups) * (1 / 127)
     unit = groups / jnp.where(scale > 0, scale, 1.0)
     values = jnp.clip(jnp.round(unit), -127.0, 127.0).astype(jnp.int8)
     return Int8(values.reshape(blocks.shape), scale[..., 0])
 
 
 def load(stored: jax.Array | Int8) -> jax.Array:
-    """Inverse of :func:`store`, in float32."""
+    """Inverse of :func:`store`.
+
+    Args:
+      stored: what :func:`store` returned.
+
+    Returns:
+      float32 ``(..., 8, lanes)``.
+
+    Example:
+      >>> load(store(jnp.array([[0.1], [-127.0]] * 4), "int8"))[:2, 0].tolist()
+      [0.0, -127.0]
+    """
     if not isinstance(stored, Int8):
         return stored.astype(jnp.float32)
     *lead, rows, lanes = stored.values.shape
@@ -329,10 +541,18 @@ def encode_log(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """8-bit logarithmic code of blocks >= 0: 4 levels an octave below the block's maximum.
 
     Exact zeros stay zero. Others are within a factor 2^(1/8) of the input down to
-    2^-63 of the maximum.
+    2^-63 of the maximum; what is smaller still comes back as 2^-63.5 of the maximum.
+
+    Args:
+      x: float32 ``(..., 8, lanes)``, >= 0.
 
     Returns:
-      uint8 codes of the shape of ``x`` ``(..., 8, lanes)`` and float32 maxima ``(..., 1, 1)``.
+      uint8 codes of the shape of ``x`` and float32 maxima ``(..., 1, 1)``.
+
+    Example:
+      >>> code, top = encode_log(jnp.array([[8.0], [4.0], [0.0], [2.0]] * 2))
+      >>> code[:4, 0].tolist(), top.tolist()
+      ([255, 251, 0, 247], [[8.0]])
     """
     top = jnp.max(x, axis=(-2, -1), keepdims=True, initial=0.0)
     ratio = x / jnp.where(top > 0, top, 1.0)
@@ -341,6 +561,18 @@ def encode_log(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_log(code: jax.Array, top: jax.Array) -> jax.Array:
-    """Inverse of :func:`encode_log`."""
+    """Inverse of :func:`encode_log`.
+
+    Args:
+      code: uint8 ``(..., 8, lanes)``.
+      top: float32 ``(..., 1, 1)``.
+
+    Returns:
+      float32 ``(..., 8, lanes)``.
+
+    Example:
+      >>> decode_log(jnp.array([[255], [251], [0]], jnp.uint8), jnp.array([[8.0]])).tolist()
+      [[8.0], [4.0], [0.0]]
+    """
     octaves = (code.astype(jnp.float32) - 255.0) * (1 / _LOG_LEVELS_PER_OCTAVE)
     return jnp.where(code > 0, top * jnp.exp2(octaves), 0.0)

@@ -34,8 +34,8 @@ Phase = Literal["dense", "compressed"]
 
 # Lower bound of the denominator, as a share of the factored estimate 1 / weight.
 RMS_FLOOR = 0.1
-# The square of a larger gradient overflows float32.
-_MAX_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
+# The square of a larger gradient, divided by bc2, might overflow float32.
+_MAX_GRADIENT = 2.0**62
 
 
 def zero_shard(
@@ -68,8 +68,9 @@ def zero_shard(
     A coordinate whose gradient has always been exactly 0 (v = 0) has weight 0: nothing
     is sent for it and a coded gather leg leaves it as it is.
 
-    A non-finite gradient anywhere makes every device skip: the updates are zero and
-    all state but the counters ``step`` and ``nonfinite`` stays as it was.
+    A non-finite gradient anywhere (or one beyond 2^62, about 5e18) makes every device
+    skip: the updates are zero and all state but the counters ``step`` and ``nonfinite``
+    stays as it was.
 
     Args:
       inner: optax transformation. Nothing may follow ``zero_shard`` in a chain.
@@ -110,9 +111,9 @@ def zero_shard(
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}.")
     b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
-    _check_steps("warmup_steps", warmup_steps)
+    warmup_steps = _check_steps("warmup_steps", warmup_steps)
     if refresh is not None:
-        _check_steps("refresh", refresh)
+        refresh = _check_steps("refresh", refresh)
     inner = optax.with_extra_args_support(inner)
     phases = Phases(warmup_steps, refresh)
     traced = isinstance(warmup_steps, jax.Array) or isinstance(refresh, jax.Array)
@@ -187,11 +188,12 @@ def check_decay(name: str, value: Any) -> Any:
     return float(value)
 
 
-def _check_steps(name: str, value: Any) -> None:
+def _check_steps(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array):
-        return
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+    return int(value)
 
 
 def _check(layout: Layout, grads: list[jax.Array], state: ZeroState, axis: str) -> None:
@@ -279,7 +281,7 @@ def _seen(step: _Step, s: ChunkState) -> jax.Array:
     if isinstance(s.shared, Log8):
         return s.shared.levels > 0
     if step.zero.stage:
-        return codec.unpack_bits(s.shared) > 0
+        return codec.unpack_bits(s.shared)
     return s.shared > 0
 
 
