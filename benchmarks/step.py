@@ -100,7 +100,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     for config, error, momentum in settings:
         zero = ob.ZeroConfig(**config)
-        for phase, warmup in (("dense", 10**6), ("compressed", 1)):
+        phases: list[tuple[Any, int]] = [("dense", 10**6), ("compressed", 1)]
+        for phase, warmup in phases:
             tx = ob.onebit_adamw(1e-3, zero=zero, warmup_steps=warmup, refresh=None)
             step = ob.train_step(loss_fn, tx, mesh, zero)
             name = f"{zero.gather_mode} {zero.bits}, {phase}"
@@ -140,7 +141,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     rows = measure(args)
     print(
-        f"{args.params / 1e6:.0f}M parameters, {args.devices} emulated devices, jax {jax.__version__}"
+        f"{args.params / 1e6:.0f}M parameters, {args.devices} emulated devices, "
+        f"jax {jax.__version__}"
     )
     print(f"{'':52}{'time/dense':>11}{'state B/param':>15}{'formula':>9}{'extra peak':>12}")
     for r in rows:

@@ -6,6 +6,7 @@ The transformation is used alone: local gradients in, the same updates on every 
 """
 
 import argparse
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -55,9 +56,13 @@ def main(argv: list[str] | None = None) -> float:
     )
 
     # How each array of the state lies on the mesh, before any is allocated.
-    specs = jax.tree.map(lambda s: s.spec, ob.state_shardings(params, tx, mesh, zero))
+    specs: Any = jax.tree.map(lambda s: s.spec, ob.state_shardings(params, tx, mesh, zero))
     state_specs = TrainState(
-        step=P(), apply_fn=model.apply, params=specs.params, tx=tx, opt_state=specs.opt_state
+        step=specs.step,
+        apply_fn=model.apply,
+        params=specs.params,
+        tx=tx,
+        opt_state=specs.opt_state,
     )
 
     @jax.jit
@@ -89,7 +94,7 @@ def main(argv: list[str] | None = None) -> float:
         if i % 50 == 49:
             print(f"step {i + 1}: loss {float(loss):.4f}")
     logits = model.apply({"params": jax.device_get(state.params)}, images[test])
-    accuracy = float(np.mean(np.argmax(logits, -1) == labels[test]))
+    accuracy = float(np.mean(np.argmax(np.asarray(logits), -1) == labels[test]))
     print(f"test accuracy {accuracy:.3f}")
     return accuracy
 

@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k, v = jnp.split(self.qkv(self.norm1(x)), 3, axis=-1)
-        heads = lambda a: a.reshape(*a.shape[:-1], HEADS, WIDTH // HEADS)  # noqa: E731
+        heads = lambda a: a.reshape(*a.shape[:-1], HEADS, WIDTH // HEADS)
         mixed = jax.nn.dot_product_attention(heads(q), heads(k), heads(v), is_causal=True)
         x = x + self.out(mixed.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         state, metrics = onebit(state, batch)
         return state, metrics["loss"], metrics["bytes_sent"]
 
-    data = lambda: batches(text[:cut], size, args.seed + 2)  # noqa: E731
+    data = lambda: batches(text[:cut], size, args.seed + 2)
     name = f"1-bit ZeRO-{args.stage}, {zero.gather_mode} {zero.bits}"
     state = ob.init(params, tx, mesh, zero)
     runs = [

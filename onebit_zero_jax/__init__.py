@@ -10,12 +10,12 @@ from onebit_zero_jax.collectives import compressed_reduce_scatter as compressed_
 from onebit_zero_jax.config import ZeroConfig as ZeroConfig
 from onebit_zero_jax.shard import zero_shard as zero_shard
 from onebit_zero_jax.state import ZeroState as ZeroState
-from onebit_zero_jax.train import TrainState as TrainState
 from onebit_zero_jax.train import eval_step as eval_step
-from onebit_zero_jax.train import full_params as full_params
-from onebit_zero_jax.train import init as init
-from onebit_zero_jax.train import shard_batch as shard_batch
-from onebit_zero_jax.train import state_shardings as state_shardings
 from onebit_zero_jax.train import train_step as train_step
+from onebit_zero_jax.train_state import TrainState as TrainState
+from onebit_zero_jax.train_state import full_params as full_params
+from onebit_zero_jax.train_state import init as init
+from onebit_zero_jax.train_state import shard_batch as shard_batch
+from onebit_zero_jax.train_state import state_shardings as state_shardings
 
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ import optax
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.shard import zero_shard
 
-ScalarOrSchedule = float | jax.Array | optax.Schedule
+ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 Mask = Any | Callable[[Any], Any]
 
 

@@ -50,12 +50,12 @@ def _names(axis_name: AxisName) -> set[str]:
 def _tracks_types(axis_name: AxisName) -> bool:
     """Whether arrays carry the axes they vary over (``shard_map(check_vma=True)``)."""
     index = jax.typeof(lax.axis_index(axis_name))
-    return bool(index.manual_axis_type.varying)  # type: ignore[attr-defined]
+    return bool(index.manual_axis_type.varying)
 
 
 def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """``x``, typed as different on every device of the axis."""
-    have: frozenset[str] = jax.typeof(x).manual_axis_type.varying  # type: ignore[attr-defined]
+    have: frozenset[str] = jax.typeof(x).manual_axis_type.varying
     missing = tuple(sorted(_names(axis_name) - have))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -64,7 +64,7 @@ def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
     """Raises if a gradient is typed as equal on all devices, i.e. was already reduced."""
     if axis_size(axis_name) == 1 or not _tracks_types(axis_name):
         return
-    if not _names(axis_name) <= jax.typeof(x).manual_axis_type.varying:  # type: ignore[attr-defined]
+    if not _names(axis_name) <= jax.typeof(x).manual_axis_type.varying:
         raise ValueError(
             f"the gradient of {path} is the same on every device of axis {axis_name!r}: it was "
             "already all-reduced, so there is nothing left to compress. Under "

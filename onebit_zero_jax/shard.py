@@ -324,7 +324,8 @@ def _reduce_dense(
 ) -> tuple[list[ChunkState], list[_Owned]]:
     """Dense reduce leg: Adam's moments on the owner, and new factors for everyone."""
     axis, parts = step.axis, step.layout.parts
-    moments, means = [], []
+    moments: list[tuple[jax.Array, jax.Array]] = []
+    means: list[jax.Array] = []
     for leaf, s, g, prev in zip(leaves, states, grads, previous, strict=True):
         with jax.named_scope("reduce_leg"):
             g = lax.psum_scatter(g, axis, scatter_dimension=0, tiled=True) / parts
@@ -358,7 +359,8 @@ def _reduce_compressed(
 ) -> tuple[list[ChunkState], list[_Owned], jax.Array]:
     """1-bit reduce leg with worker error; v and w stay. Also returns the residual's norms."""
     axis, zero = step.axis, step.zero
-    new_states, codes = [], []
+    new_states: list[ChunkState] = []
+    codes: list[jax.Array] = []
     norms = coll.vary(jnp.zeros((1, 2), jnp.float32), axis)
     for s, m, w in zip(states, local, weights, strict=True):
         e = codec.load(s.worker_error)

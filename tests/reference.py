@@ -90,7 +90,7 @@ class Leaf:
 def unpack(planes: np.ndarray) -> np.ndarray:
     """Byte planes ``(blocks, bits, lanes)``, row k of a block in bit k -> integer codes."""
     bits = np.unpackbits(planes[:, :, None, :], axis=2, bitorder="little").astype(np.int64)
-    code = sum(bits[:, j] << j for j in range(planes.shape[1]))
+    code = np.asarray(sum(bits[:, j] << j for j in range(planes.shape[1])))
     return code.reshape(len(planes), -1)
 
 
@@ -177,7 +177,7 @@ def weight(leaf: Leaf, s: dict) -> np.ndarray:
 
 def step(
     settings: Settings, leaves: list[Leaf], before: dict, grads: list, params: list, after: dict
-) -> tuple[dict, dict, list, list, int]:
+) -> tuple[dict, list[dict], list, list, int]:
     """One step of all workers.
 
     Args:
@@ -197,7 +197,7 @@ def step(
     new = {**before, "step": t + 1, "leaves": list(before["leaves"])}
     bad = [not np.isfinite(g).all() for g in grads]
     new["nonfinite"] = before["nonfinite"] + np.array(bad)
-    sizes = [{} for _ in leaves]
+    sizes: list[dict] = [{} for _ in leaves]
     if any(bad):
         zeros = [np.zeros(leaf.shape) for leaf in leaves]
         return new, sizes, zeros, zeros, 0
@@ -274,7 +274,7 @@ def step(
         # Gather leg.
         if z.gather == "momentum":
             c, size_c = M + old["E"], size_M + np.abs(old["E"])
-            s["M"], size["M"], tied = encode(c, size_c, w, z.bits, c - seen["E"])
+            s["M"], size["M"], tied = encode(c, size_c, w, int(z.bits), c - seen["E"])
             s["E"], size["E"] = np.where(w > 0, c - s["M"], 0), size_c + size["M"]
             ties += tied
             root = np.sqrt(s["v"] / bc2)
@@ -301,7 +301,11 @@ def step(
             else:
                 x = np.where(w > 0, x, replica)
                 update, update_size, tied = encode(
-                    x - replica, difference, (w > 0) * 1.0, z.bits, leaf.cut(after["updates"][i])
+                    x - replica,
+                    difference,
+                    (w > 0) * 1.0,
+                    int(z.bits),
+                    leaf.cut(after["updates"][i]),
                 )
                 ties += tied
             s["master"] = x

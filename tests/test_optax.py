@@ -4,6 +4,7 @@ Wrappers and links around ours: test_optax_links.py.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from onebit_zero_jax import (
 
 P = jax.P
 PARTS = 2
-SHORT = {"warmup_steps": 2, "refresh": 2}
+SHORT: dict[str, Any] = {"warmup_steps": 2, "refresh": 2}
 OPTIMIZERS = {
     "onebit_adam": functools.partial(onebit_adam, 0.1, **SHORT),
     "onebit_adamw": functools.partial(onebit_adamw, 0.1, weight_decay=0.01, **SHORT),

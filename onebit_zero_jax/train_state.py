@@ -1,0 +1,330 @@
+"""Plumbing: a sharded :class:`TrainState` and a compiled train step on a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layout import Layout
+from onebit_zero_jax.state import Phases, zero_states
+from onebit_zero_jax.wire import depends_on_inputs
+
+P = jax.P
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a run carries from step to step; global ``jax.Array``\\ s on the mesh.
+
+    Attributes:
+      step: int32 scalar, calls of the train step so far (skipped updates included).
+      params: the user's tree, replicated.
+      opt_state: the optimizer's state; leaves that differ between devices are stacked
+        along axis 0, which is sharded over the data-parallel axis.
+      model_state: mutable model state such as batch statistics, replicated; or None.
+    """
+
+    step: jax.Array
+    params: Tree
+    opt_state: Any
+    model_state: Tree = None
+
+
+# ---------------------------------------------------------------- checks and shardings
+
+
+def check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
+    """Number of devices on the data-parallel axis; raises if the mesh does not fit."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
+    if not isinstance(zero, ZeroConfig):
+        raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
+    if zero.axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names} but zero.axis_name is {zero.axis_name!r}; "
+            "pass ZeroConfig(axis_name=...) one of them."
+        )
+    others = {a: n for a, n in mesh.shape.items() if a != zero.axis_name and n > 1}
+    if others:
+        raise NotImplementedError(
+            f"the mesh has further axes {others}; this version trains over "
+            f"{zero.axis_name!r} alone. Use a mesh with that axis only."
+        )
+    return mesh.shape[zero.axis_name]
+
+
+def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """``tx``, taking the extra argument ``phase``; raises if it cannot work in a train step."""
+    if isinstance(tx, optax.MultiSteps):
+        raise ValueError(f"tx is {_REFUSED[optax.MultiStepsState]}.")
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(f"tx must be an optax.GradientTransformation, got {tx!r}.")
+    return optax.with_extra_args_support(tx)
+
+
+def _check_params(params: Tree, parts: int) -> None:
+    if not jax.tree.leaves(params):
+        raise ValueError("params is an empty tree: there is nothing to train.")
+    Layout.of(params, parts)
+
+
+def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero: ZeroConfig) -> Any:
+    """PartitionSpecs of the optimizer state, read from the types of an abstract step.
+
+    State that differs between devices after init or an update on local gradients is
+    stacked along axis 0; the rest is replicated.
+    """
+    tx = with_extra_args(tx)
+    axis = zero.axis_name
+    found: list[Any] = []
+
+    def spec(path: Any, before: jax.Array, after: Any) -> P:
+        varying = [t.manual_axis_type.varying for t in (jax.typeof(before), after)]
+        if not any(axis in v for v in varying):
+            return P()
+        if after.ndim == 0:
+            raise ValueError(
+                f"optimizer state {jax.tree_util.keystr(path)} is a scalar that each device "
+                "would decide from its own gradient, so devices would drift apart. Use links "
+                "that all devices agree on: clip_by_global_norm of this package, and the "
+                "non-finite guard that zero_shard has built in."
+            )
+        return P(axis)
+
+    def probe(params: Tree) -> jax.Array:
+        before = tx.init(params)
+        grads = jax.tree.map(lambda x: coll.vary(x, axis), params)
+        program, out = jax.make_jaxpr(
+            lambda grads: tx.update(grads, before, params, phase="dense"), return_shape=True
+        )(grads)
+        types = [v.aval for v in program.jaxpr.outvars]
+        updates, after = jax.tree.unflatten(jax.tree.structure(out), types)
+        computed = depends_on_inputs(program.jaxpr)
+        for (path, u), depends in zip(jax.tree.leaves_with_path(updates), computed, strict=False):
+            # Zeros made in the image of a gradient (optax.set_to_zero) have its type.
+            if depends and axis in u.manual_axis_type.varying:
+                raise ValueError(
+                    f"the update of parameter {jax.tree_util.keystr(path)} differs between "
+                    "devices: it is made from the local gradient or from this device's chunk. "
+                    "Put every trained leaf under zero_shard (optax.masked passes the others' "
+                    "gradients on: add optax.set_to_zero for them), and no norm inside "
+                    "zero_shard with gather='params'."
+                )
+        found.append(jax.tree_util.tree_map_with_path(spec, before, after))
+        return jnp.zeros(())
+
+    start = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    check_tx(jax.eval_shape(start, params), zero)
+    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=P(), out_specs=P()), params)
+    return found[0]
+
+
+# Wrappers that cannot work in a train step, by the state they leave.
+_REFUSED = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps, which hides from the host whether a step sends; use "
+        "train_step(..., accumulate=k), which communicates once in k micro-batches"
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite, which decides on each device from its own gradient; remove it: "
+        "zero_shard skips non-finite steps on all devices (metrics['skipped_steps'])"
+    ),
+}
+_REFUSED_WITH_PARAMS = {
+    optax.contrib.ScheduleFreeState: (
+        "optax.contrib.schedule_free, whose parameters do not move by zero_shard's updates, while "
+        "gather='params' sends what they lack; use ZeroConfig(gather='momentum')"
+    ),
+}
+
+
+def check_tx(opt_state: Any, zero: ZeroConfig) -> Phases | None:
+    """The schedule of the ZeroStates in ``opt_state``; None unless there is exactly one."""
+    refused = {**_REFUSED, **(_REFUSED_WITH_PARAMS if zero.gather_mode == "params" else {})}
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) in refused)
+    for x in nodes:
+        if type(x) in refused:
+            raise ValueError(f"tx holds {refused[type(x)]}.")
+    states = zero_states(opt_state)
+    if not states:
+        raise ValueError(
+            "tx holds no zero_shard: build it with onebit_adamw, onebit_adam or zero_shard."
+        )
+    for s in states:
+        if s.run.zero != zero:
+            raise ValueError(
+                f"zero differs between tx and this call: tx was built with {s.run.zero}, "
+                f"got {zero}. Pass the same ZeroConfig to both."
+            )
+    phases = {s.run.phases for s in states}
+    return phases.pop() if len(phases) == 1 else None
+
+
+def state_shardings(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    model_state: Tree = None,
+) -> TrainState:
+    """Shardings of every array of the :class:`TrainState`, known before any is allocated.
+
+    Args:
+      params: parameter tree, arrays or ``jax.ShapeDtypeStruct``.
+      tx: optimizer holding a ``zero_shard``.
+      mesh: mesh with the data-parallel axis.
+      zero: the configuration ``tx`` was built with.
+      model_state: as for :func:`init`.
+
+    Returns:
+      A TrainState of ``NamedSharding``.
+
+    Raises:
+      ValueError: mesh without the axis, empty or non-float tree, ``zero`` not that of ``tx``.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> s = state_shardings({"w": jnp.ones((16, 16))}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> s.params["w"].spec, s.opt_state.leaves["w"].worker_error.spec
+      (P(), P('data',))
+    """
+    specs = state_specs(params, tx, mesh, zero, model_state)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def state_specs(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    model_state: Tree,
+) -> TrainState:
+    """PartitionSpecs of every array of the TrainState; checks all that can be checked."""
+    _check_params(params, check_mesh(mesh, zero))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    opt_specs = _opt_specs(tx, params, mesh, zero)
+    replicated = [jax.tree.map(lambda x: P(), t) for t in (params, model_state)]
+    return TrainState(P(), replicated[0], opt_specs, replicated[1])  # type: ignore[arg-type]
+
+
+def init(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    model_state: Tree = None,
+) -> TrainState:
+    """The state before the first step, on the mesh.
+
+    Arrays are copied: donating the state never touches the user's own. In a
+    multi-process run every process passes the same ``params``.
+
+    Args:
+      params: tree of floating-point arrays.
+      tx: optimizer holding a ``zero_shard``.
+      mesh: mesh with the data-parallel axis; Auto or Explicit.
+      zero: the configuration ``tx`` was built with.
+      model_state: mutable model state (batch statistics), any arrays; or None.
+
+    Returns:
+      A :class:`TrainState`.
+
+    Raises:
+      ValueError: mesh without the axis, empty tree, a leaf that is not floating-point,
+        ``zero`` differs from that of ``tx``.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> state = init({"w": jnp.ones((16, 16))}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> int(state.step), state.params["w"].shape
+      (0, (16, 16))
+    """
+    params, model_state = jax.tree.map(_as_array, (params, model_state))
+    specs = state_specs(params, tx, mesh, zero, model_state)
+    whole = NamedSharding(mesh, P())
+    # jit may hand its inputs through as outputs; a copy inside it never aliases them.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=whole)
+    params, model_state = copy(jax.device_put((params, model_state), whole))
+    start = jax.shard_map(
+        tx.init, mesh=mesh, in_specs=P(), out_specs=specs.opt_state, check_vma=False
+    )
+    step = jax.device_put(jnp.zeros((), jnp.int32), whole)
+    return TrainState(step, params, jax.jit(start)(params), model_state)
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def full_params(state: TrainState) -> Tree:
+    """The parameters in the user's tree, replicated, for evaluation or export.
+
+    Args:
+      state: from :func:`init` or a train step.
+
+    Returns:
+      The tree given to :func:`init`, of replicated arrays. They are the next step's
+      input: a step that donates ``state`` consumes them; copy what must survive.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> state = init({"w": jnp.ones((16, 16))}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> full_params(state)["w"].sum().item()
+      256.0
+    """
+    return state.params
+
+
+def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
+    """Puts a batch on the mesh, examples (axis 0) sharded over the data-parallel axis.
+
+    Args:
+      batch: tree of arrays. NumPy and single-device arrays are the whole batch in a
+        single-process run, and this process's own examples in a multi-process run;
+        arrays already sharded over the mesh pass through.
+      mesh, zero: as in :func:`init`.
+
+    Returns:
+      Global arrays.
+
+    Raises:
+      ValueError: axis 0 does not divide over the devices.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> shard_batch({"x": np.ones((4, 2))}, mesh, ZeroConfig())["x"].sharding.spec
+      P('data',)
+    """
+    sharding = NamedSharding(mesh, P(zero.axis_name))
+    parts = mesh.shape[zero.axis_name]
+
+    def put(path: Any, x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and x.ndim and x.sharding == sharding:
+            return x
+        shape = np.shape(x)
+        here = parts
+        if jax.process_count() > 1 and not (
+            isinstance(x, jax.Array) and not x.is_fully_addressable
+        ):
+            here = len(sharding.addressable_devices)
+        if not shape or not shape[0] or shape[0] % here:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} of shape {shape} does not divide over "
+                f"{here} devices of axis {zero.axis_name!r}: axis 0 must be a multiple of {here}."
+            )
+        if jax.process_count() > 1 and here != parts:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(x, sharding)
+
+    return jax.tree_util.tree_map_with_path(put, batch)
