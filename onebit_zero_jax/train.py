@@ -370,7 +370,7 @@ def train_step(
         batches that do not divide (at the first step).
 
     Example:
-      >>> from onebit_zero_jax import onebit_adam
+      >>> from onebit_zero_jax import init, onebit_adam
       >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
       >>> tx = onebit_adam(0.1, zero=zero, warmup_steps=1)
       >>> def loss_fn(params, batch):
@@ -411,7 +411,7 @@ def eval_step(
       ValueError: mesh without the axis; batches that do not divide over the devices.
 
     Example:
-      >>> from onebit_zero_jax import onebit_adam
+      >>> from onebit_zero_jax import init, onebit_adam
       >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
       >>> state = init({"w": jnp.ones((8, 8))}, onebit_adam(0.1, zero=zero), mesh, zero)
       >>> evaluate = eval_step(lambda p, x: jnp.mean(x @ p["w"]), mesh, zero)
