@@ -29,7 +29,7 @@ import onebit_zero_jax as ob
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 3
 SEQUENCES_PER_DEVICE = 4
 PEAK_RATE, DECAY, B2 = 2e-3, 0.1, 0.99
-FREEZE, REFRESH = 100, 32
+FREEZE, REFRESH = 125, 32
 
 
 # ---------------------------------------------------------------- model
@@ -205,7 +205,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gather", choices=("params", "momentum"))
     parser.add_argument("--gather-bits", type=lambda s: s if s == "dense" else int(s))
     parser.add_argument("--optimizer", choices=("adamw", "adam"), default="adamw")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices; 0: real ones")
     parser.add_argument("--compare", action="store_true", help="train dense AdamW beside it")
     parser.add_argument("--seed", type=int, default=0)
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     def evaluate(params: Any) -> float:
         return float(np.mean([loss_of(params, b) for b in held_out]))
 
-    warmup = min(FREEZE, max(1, args.steps // 5))
+    warmup = min(FREEZE, max(1, args.steps // 4))
     rate = optax.warmup_cosine_decay_schedule(
         0.0, PEAK_RATE, max(1, warmup // 2), args.steps, PEAK_RATE / 20
     )

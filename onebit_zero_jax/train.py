@@ -151,14 +151,14 @@ class TrainStep:
         return state, metrics
 
     def lower(
-        self, state: TrainState, batch: Tree, rng: Any = None, phase: Phase = "compressed"
+        self, state: TrainState, batch: Tree, rng: Any = None, phase: Phase | None = "compressed"
     ) -> Any:
         """The program of a phase as ``jax.stages.Lowered``; ``.compile()`` it to read it."""
         batch = self._prepare(state, batch, rng)
         return self._jit(phase, batch).lower(state, batch, rng)
 
     def bytes_sent(
-        self, state: TrainState, batch: Tree, rng: Any = None, phase: Phase = "compressed"
+        self, state: TrainState, batch: Tree, rng: Any = None, phase: Phase | None = "compressed"
     ) -> dict[str, int]:
         """Bytes each device sends in a step of the given phase, by leg; runs nothing."""
         batch = self._prepare(state, batch, rng)

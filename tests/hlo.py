@@ -69,7 +69,7 @@ def _group(line: str) -> int:
     return 2 if "source_target_pairs" in line else 1
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str | None) -> list[Collective]:
     """Collectives of ``compiled.as_text()``; those of loops once, with "while" in ``source``.
 
     Raises:
@@ -77,7 +77,7 @@ def collectives(text: str) -> list[Collective]:
         CPU backend has none).
     """
     found = []
-    for line in text.splitlines():
+    for line in (text or "").splitlines():
         match = _INSTRUCTION.match(line)
         if not match:
             continue

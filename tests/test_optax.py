@@ -148,7 +148,7 @@ def test_own_jitted_step_on_an_explicit_mesh(name, zero, caplog):
 
     # Optax finds the state of the parameters; everything else is left alone.
     assert_equal(optax.tree.map_params(tx, lambda v: v, state), state)
-    marked = optax.tree.map_params(
+    marked: Any = optax.tree.map_params(
         tx, lambda v: "params", state, transform_non_params=lambda v: "rest"
     )
     assert set(jax.tree.leaves(marked.leaves)) == {"params"}

@@ -89,9 +89,22 @@ def test_wrappers_that_decide_on_each_device_are_refused():
         shardings(optax.apply_if_finite(tx, 3))
     with pytest.raises(ValueError, match=r"found_nan.*each device would decide.*non-finite guard"):
         shardings(optax.chain(optax.zero_nans(), tx))
+    with pytest.raises(ValueError, match=r"\['matrix'\] differs between devices"):
+        shardings(optax.contrib.mechanize(tx))
     # In a shard_map of one's own JAX's types refuse it.
     with pytest.raises(TypeError, match="cond branches must have equal output types"):
         training(optax.apply_if_finite(tx, 3), make_params(), 2)
+
+
+def test_links_that_keep_local_gradients():
+    """Their state is stacked over devices, which a scalar cannot be."""
+    matrix = {"matrix": make_params()["matrix"]}
+    for link in (optax.trace(0.9), optax.ema(0.9), optax.apply_every(2)):
+        tx = optax.named_chain(("link", link), ("ours", onebit_adam(0.1, zero=EXACT)))
+        kept = shardings(tx, matrix).opt_state["link"]
+        assert [s.spec for s in jax.tree.leaves(kept) if s.spec] == [P("data")]
+        with pytest.raises(ValueError, match=r"\['scalar'\] is a scalar that each device"):
+            shardings(tx)
 
 
 def test_partition_with_two_rates_and_a_frozen_group():

@@ -16,7 +16,7 @@ from onebit_zero_jax.state import Phases
 
 STEPS, WARMUP, REFRESH = 200, 20, 3
 # Float32 rounds each of the handful of operations behind a number by 2^-24 of its size at
-# most, and a sum of up to 1024 numbers (a block's scale) a few times more: 14 was seen.
+# most, and a sum of up to 1024 numbers (a block's scale) a few times more: 16 was seen.
 TOLERANCE = 32 * ref.EPS
 # Tests spend their time in LLVM: programs this small need no optimizing.
 QUICK = {
@@ -49,7 +49,7 @@ def start(rng):
 
 
 class Problem:
-    """Noisy quadratic; rows differ in scale by 100; some values are dead, some wake up."""
+    """Noisy quadratic of very different scales; some values are dead, some wake up late."""
 
     def __init__(self, rng, parts):
         self.rng, self.parts = rng, parts
@@ -57,7 +57,7 @@ class Problem:
         self.scale = {}
         for k in NAMES:
             rows = 10 ** rng.uniform(-2, 0, size=(*SHAPES[k][:1], *[1] * (len(SHAPES[k]) - 1)))
-            self.scale[k] = rows * 10 ** rng.uniform(-0.5, 0, size=SHAPES[k])
+            self.scale[k] = rows * 10 ** rng.uniform(-1.5, 0, size=SHAPES[k])
         self.scale["dead"][[3, 77]] = 0
         self.scale["dead"][:, 5] = 0
         self.scale["dead"][8:11, 20:25] = 0
@@ -139,8 +139,9 @@ def read(zero, leaves, state):
 
 
 def close(what, got, want, size, slack=0.0):
+    assert np.shape(got) == np.shape(want), what
     difference = np.abs(np.asarray(got, np.float64) - want)
-    allowed = TOLERANCE * np.asarray(size) + slack
+    allowed = np.broadcast_to(TOLERANCE * size + slack, difference.shape)
     bad = difference > allowed
     assert not bad.any(), (what, np.argwhere(bad)[:5], difference[bad][:5], allowed[bad][:5])
 
@@ -149,8 +150,7 @@ def states_close(t, got, want, sizes):
     for k in ("step", "applied", "variance_updates"):
         assert got[k] == want[k], (t, k)
     np.testing.assert_array_equal(got["nonfinite"], want["nonfinite"])
-    # A sum of up to 12288 squares of numbers that are off by TOLERANCE themselves.
-    close((t, "residual"), got["residual"], want["residual"], 2 * want["residual"])
+    close((t, "residual"), got["residual"], want["residual"], want["residual"])
     for name, g, w, size in zip(NAMES, got["leaves"], want["leaves"], sizes):
         assert g.keys() == w.keys()
         for k in g:
@@ -220,7 +220,7 @@ def test_every_step(stage, gather, bits, parts, b1):
             close((t, name, "update"), u, change, size, slack)
         ties += tied
         stacked = {k: stacked[k] + updates[k] for k in NAMES}
-    # At 8 bits, one code in 2000 is close to the next; elsewhere one in 50000.
+    # At 8 bits, one code in 3000 is close to the next; elsewhere one in 45000.
     assert ties < 1e-3 * STEPS * sum(leaf.size for leaf in leaves)
     assert got["nonfinite"].sum() == 3
     assert got["applied"] == STEPS - 3
