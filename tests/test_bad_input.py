@@ -165,7 +165,7 @@ def test_zero_and_inner():
             with refuses("zero must be a ZeroConfig", f"got {zero!r}"):
                 make(zero=zero)
     with refuses("inner must be an optax.GradientTransformation", "got 0.1"):
-        zero_shard(*[0.1], zero=ZERO)  # type: ignore[arg-type]
+        zero_shard(*[0.1], zero=ZERO)
 
 
 # ---------------------------------------------------------------- meshes, trees, transformations
