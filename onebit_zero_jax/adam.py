@@ -1,14 +1,14 @@
 """1-bit Adam and AdamW as optax chains on :func:`onebit_zero_jax.zero_shard`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.config import ZeroConfig, check_number
 from onebit_zero_jax.shard import zero_shard
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
@@ -32,14 +32,8 @@ def scale_by_rms(eps: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _check_nonnegative(name: str, value: Any) -> Any:
-    if isinstance(value, jax.Array):
-        return value.astype(jnp.float32)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise ValueError(f"{name} must be a number, got {value!r}.")
-    if not 0 <= float(value) < float("inf"):
-        raise ValueError(f"{name} must be finite and at least 0, got {value!r}.")
-    return float(value)
+def _nonnegative(name: str, value: Any) -> Any:
+    return check_number(name, value, lambda x: 0 <= x < math.inf, "finite and at least 0")
 
 
 def onebit_adamw(
@@ -90,9 +84,9 @@ def onebit_adamw(
       moments are bias-corrected.
     """
     if not callable(learning_rate):
-        learning_rate = _check_nonnegative("learning_rate", learning_rate)
-    eps = _check_nonnegative("eps", eps)
-    weight_decay = _check_nonnegative("weight_decay", weight_decay)
+        learning_rate = _nonnegative("learning_rate", learning_rate)
+    eps = _nonnegative("eps", eps)
+    weight_decay = _nonnegative("weight_decay", weight_decay)
     inner = optax.chain(
         scale_by_rms(eps),
         optax.add_decayed_weights(weight_decay, mask),

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from onebit_zero_jax import collectives as coll
-from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.config import ZeroConfig, check_number
 
 # A prime: no stride of a matrix divides it, so every row and every column of a leaf
 # spreads over all buckets.
@@ -59,9 +59,11 @@ def global_norm(grads: Any, axis_name: str) -> jax.Array:
     parts = coll.axis_size(axis_name)
     leaves = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
     if parts == 1:
-        values = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(g) for g in leaves)])
+        values = jnp.concatenate([jnp.zeros(0, jnp.float32), *(jnp.ravel(g) for g in leaves)])
     else:
-        values = sum((_sketch(g, i) for i, g in enumerate(leaves)), jnp.zeros(SKETCH_SIZE))
+        values = sum(
+            (_sketch(g, i) for i, g in enumerate(leaves)), jnp.zeros(SKETCH_SIZE, jnp.float32)
+        )
     with jax.named_scope("metrics"):
         values = lax.psum(coll.vary(values, axis_name), axis_name) / parts
     # Squares of values near the end of float32 overflow.
@@ -77,7 +79,8 @@ def clip_by_global_norm(max_norm: Any, *, zero: ZeroConfig) -> optax.GradientTra
     onebit_adamw(...))``. All devices use the same factor,
     ``min(1, max_norm / global_norm)`` with :func:`global_norm`, so ``max_norm`` means
     what it means in ``optax.clip_by_global_norm`` on the mean gradient, which there
-    would be a different local norm on each device.
+    would be a different local norm on each device. In front only: inside ``zero_shard``
+    it would see chunks.
 
     Args:
       max_norm: positive.
@@ -95,10 +98,7 @@ def clip_by_global_norm(max_norm: Any, *, zero: ZeroConfig) -> optax.GradientTra
     """
     if not isinstance(zero, ZeroConfig):
         raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
-    if not isinstance(max_norm, jax.Array) and (
-        isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0
-    ):
-        raise ValueError(f"max_norm must be a positive number, got {max_norm!r}.")
+    max_norm = check_number("max_norm", max_norm, lambda x: x > 0, "positive")
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

@@ -1,7 +1,12 @@
 """What a run of ZeRO with 1-bit communication is: :class:`ZeroConfig`."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 GatherBits = Literal[1, 2, 3, 4, 8, "dense"]
 
@@ -29,7 +34,8 @@ class ZeroConfig:
 
     Args:
       axis_name: name of the data-parallel mesh axis.
-      stage: 0, 1 or 2.
+      stage: 0, 1 or 2. Stages 1 and 2 differ in the default gather leg alone: the master
+        parameters and the momentum are sharded exactly with ``gather="params"``.
       gather: ``"params"`` (owners send what changed since the replicas were last
         updated) or ``"momentum"`` (owners send the reduced momentum and every
         device applies the update itself).
@@ -80,7 +86,8 @@ class ZeroConfig:
         if self.gather_bits == 32:
             object.__setattr__(self, "gather_bits", "dense")
         allowed = _ALLOWED_BITS[self.gather_mode]
-        if isinstance(self.gather_bits, bool) or self.gather_bits not in (None, *allowed):
+        named = self.gather_bits is None or type(self.gather_bits) in (int, str)
+        if not named or self.gather_bits not in (None, *allowed):
             raise ValueError(
                 f"gather_bits must be one of {allowed} for gather={self.gather_mode!r}, "
                 f"got {self.gather_bits!r}."
@@ -108,3 +115,14 @@ class ZeroConfig:
     def bits(self) -> GatherBits:
         """``gather_bits``, or the default of the gather mode where it is None."""
         return self.gather_bits or _DEFAULT_BITS[self.gather_mode]  # type: ignore[return-value]
+
+
+def check_number(name: str, value: Any, ok: Callable[[float], bool], wanted: str) -> Any:
+    """A hyperparameter as a float, validated; what ``inject_hyperparams`` traces as float32."""
+    if isinstance(value, jax.Array):
+        return value.astype(jnp.float32)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    if not ok(float(value)):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+    return float(value)

@@ -41,11 +41,6 @@ class Leaf:
         """Number of values."""
         return math.prod(self.shape)
 
-    @property
-    def chunk_shape(self) -> tuple[int, int, int]:
-        """Shape of the chunk a device owns."""
-        return self.blocks, codec.ROWS, self.lanes
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

@@ -17,7 +17,7 @@ from jax import lax
 from onebit_zero_jax import codec
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.codec import Packed
-from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.config import ZeroConfig, check_number
 from onebit_zero_jax.layout import Layout, Leaf
 from onebit_zero_jax.state import (
     ChunkState,
@@ -34,6 +34,8 @@ Phase = Literal["dense", "compressed"]
 
 # Lower bound of the denominator, as a share of the factored estimate 1 / weight.
 RMS_FLOOR = 0.1
+# 16 intervals of refreshes must fit int32.
+_MAX_STEPS = 2**27
 # The square of a larger gradient, divided by bc2, might overflow float32.
 _MAX_GRADIENT = 2.0**62
 
@@ -110,7 +112,10 @@ def zero_shard(
         raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}.")
-    b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
+    b1, b2 = (
+        check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
+        for name, value in (("b1", b1), ("b2", b2))
+    )
     warmup_steps = _check_steps("warmup_steps", warmup_steps)
     if refresh is not None:
         refresh = _check_steps("refresh", refresh)
@@ -177,22 +182,16 @@ def zero_shard(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def check_decay(name: str, value: Any) -> Any:
-    """Validates a decay in [0, 1); values that ``inject_hyperparams`` traces become float32."""
-    if isinstance(value, jax.Array):
-        return value.astype(jnp.float32)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise ValueError(f"{name} must be a number, got {value!r}.")
-    if not 0 <= float(value) < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
-    return float(value)
-
-
 def _check_steps(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if value >= _MAX_STEPS:
+        raise ValueError(
+            f"{name} must be below {_MAX_STEPS} (the schedule counts in int32), got {value!r}; "
+            "refresh=None never refreshes."
+        )
     return int(value)
 
 

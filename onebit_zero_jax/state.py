@@ -215,6 +215,6 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
 
 
 def zero_states(opt_state: Any) -> list[ZeroState]:
-    """The :class:`ZeroState`\\ s inside the state of a chain, partition or wrapper."""
+    """The states of ``zero_shard`` inside a chain, partition or wrapper that hold a leaf at all."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZeroState))
-    return [x for x in nodes if isinstance(x, ZeroState)]
+    return [x for x in nodes if isinstance(x, ZeroState) and x.nonfinite.size]

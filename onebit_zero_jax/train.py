@@ -112,7 +112,7 @@ class _Loss:
         if any(reduced):
             raise ValueError(
                 f"loss_fn returns the same loss on every device of axis {axis!r}: it was already "
-                "reduced, or does not depend on the batch. Return the mean over the examples "
+                "reduced. Return the mean over the examples "
                 "of this device alone; train_step averages over devices."
             )
 
@@ -136,7 +136,7 @@ class TrainStep:
         self._specs: TrainState | None = None
         self._phases: Phases | None = None
         self._checked = False
-        # The step array returned last, and its value: known without asking the device.
+        # The optimizer's step count returned last, and its value: known without asking the device.
         self._last: tuple[jax.Array, int] | None = None
         self._frozen = False
 
@@ -146,8 +146,8 @@ class TrainStep:
         step, phase = self._next_phase(state)
         program, sent = self._program(phase, state, batch, rng)
         state, metrics = program(state, batch, rng)
-        self._last = (state.step, step + 1)
-        metrics = dict(metrics, phase=phase or "device", bytes_sent=sent)
+        self._last = (zero_states(state.opt_state)[0].step, step + 1)
+        metrics = dict(metrics, phase=phase or "device", bytes_sent=dict(sent))
         return state, metrics
 
     def lower(
@@ -162,7 +162,7 @@ class TrainStep:
     ) -> dict[str, int]:
         """Bytes each device sends in a step of the given phase, by leg; runs nothing."""
         batch = self._prepare(state, batch, rng)
-        return self._program(phase, state, batch, rng)[1]
+        return dict(self._program(phase, state, batch, rng)[1])
 
     def _prepare(self, state: TrainState, batch: Tree, rng: Any) -> Tree:
         if not isinstance(state, TrainState):
@@ -190,10 +190,11 @@ class TrainStep:
         return shard_batch(batch, self._mesh, self._zero)
 
     def _next_phase(self, state: TrainState) -> tuple[int, Phase | None]:
-        if self._last is not None and self._last[0] is state.step:
+        count = zero_states(state.opt_state)[0].step
+        if self._last is not None and self._last[0] is count:
             step = self._last[1]
         else:  # The first step, or a state from elsewhere: ask the device once.
-            step, self._frozen = int(state.step), False
+            step, self._frozen = int(count), False
         if self._phases is None:
             return step, None
         if self._phases.is_dense(step):
@@ -250,11 +251,13 @@ class TrainStep:
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
         zeros = zero_states(opt_state)
-        applied = zeros[0].applied - zero_states(state.opt_state)[0].applied
         if model_state is not None:
             # A skipped step must not leave its non-finite statistics behind.
+            before = zero_states(state.opt_state)
+            ok = [new.applied > old.applied for new, old in zip(zeros, before, strict=True)]
+            applied = jnp.all(jnp.stack(ok))
             model_state = jax.tree.map(
-                lambda new, old: jnp.where(applied > 0, new, old),
+                lambda new, old: jnp.where(applied, new, old),
                 _mean_over_floats(model_state, axis),
                 state.model_state,
             )
@@ -265,7 +268,7 @@ class TrainStep:
             "loss": totals[0] / self._mesh.shape[axis],
             "gradient_norm": global_norm(grads, axis),
             "residual_ratio": jnp.sqrt(totals[1] / jnp.where(totals[2] > 0, totals[2], 1.0)),
-            "skipped_steps": sum(s.step - s.applied for s in zeros),
+            "skipped_steps": jnp.max(jnp.stack([s.step - s.applied for s in zeros])),
         }
         if self._loss.has_aux:
             metrics["aux"] = _mean_over(aux, axis)
@@ -353,7 +356,7 @@ def train_step(
       with_rng: the step takes a key; folded with the step, device and micro-batch.
       accumulate: micro-batches per step; gradients add up in float32 and are sent once.
       has_model_state: ``loss_fn`` takes and returns mutable model state; its
-        floating-point leaves are averaged over devices.
+        floating-point leaves are averaged over devices, all others must come out equal.
       compute_dtype: dtype that parameters are cast to for ``loss_fn``, e.g. ``jnp.bfloat16``.
 
     Returns:
@@ -402,7 +405,8 @@ def eval_step(
 
     Args:
       loss_fn, mesh, zero, has_aux, has_model_state, compute_dtype: as in
-        :func:`train_step`; model state that ``loss_fn`` returns is dropped.
+        :func:`train_step`; model state that ``loss_fn`` returns is dropped. A loss that
+        takes a key needs wrapping: ``lambda params, batch: loss_fn(params, batch, key)``.
 
     Returns:
       ``evaluate(state, batch) -> {"loss": ..., "aux": ...}``, averaged over devices.

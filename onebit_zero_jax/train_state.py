@@ -1,4 +1,4 @@
-"""Plumbing: a sharded :class:`TrainState` and a compiled train step on a mesh."""
+"""A :class:`TrainState` of global arrays on a mesh: shardings, init, batches."""
 
 import dataclasses
 from typing import Any
@@ -30,6 +30,7 @@ class TrainState:
       opt_state: the optimizer's state; leaves that differ between devices are stacked
         along axis 0, which is sharded over the data-parallel axis.
       model_state: mutable model state such as batch statistics, replicated; or None.
+        Leaves that are not floating-point must be updated equally on all devices.
     """
 
     step: jax.Array

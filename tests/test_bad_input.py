@@ -155,7 +155,7 @@ def test_hyperparameters_that_are_no_numbers(name, value):
 
 @pytest.mark.parametrize("value", [0, -1.0, NAN, True, "1"])
 def test_max_norm(value):
-    with refuses("max_norm must be a positive number", f"got {value!r}"):
+    with refuses("max_norm must be", f"got {value!r}"):
         clip_by_global_norm(value, zero=ZERO)
 
 

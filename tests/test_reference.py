@@ -5,6 +5,8 @@ starts every step from the package's state, read back with the reference's own d
 A number may differ by ``TOLERANCE`` of its size (the sum of the magnitudes that made it).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,8 +106,8 @@ def blocks(x):
 
 def read(zero, leaves, state):
     """The package's state, one row per device, as the reference keeps it."""
-    out = {k: same(getattr(state, k)) for k in ("step", "applied", "variance_updates")}
-    out = {k: int(v) for k, v in out.items()}
+    counters = ("step", "applied", "variance_updates")
+    out: dict[str, Any] = {k: int(same(getattr(state, k))) for k in counters}
     out |= {"nonfinite": same(state.nonfinite), "residual": state.residual[:, 0], "leaves": []}
     for leaf, name in zip(leaves, NAMES):
         s = state.leaves[name]
