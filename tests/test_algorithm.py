@@ -273,7 +273,7 @@ def test_a_skipped_warm_up_is_made_up_for():
     assert np.all(run.step(normal(rng, params, 4))["w"] != params["w"])
 
 
-# ---------------------------------------------------------------- scales and storage
+# ---------------------------------------------------------------- scales, storage and types
 
 
 @pytest.mark.parametrize("stage, gather, bits", [(2, "params", 4), (1, "momentum", 1)])
@@ -348,9 +348,6 @@ def test_stored_errors_and_momentum_stay_close(gather, rtol):
     for dtype in ("bfloat16", "int8"):
         stored = distance(gather=gather, error_dtype=dtype, momentum_dtype="bfloat16")
         np.testing.assert_allclose(stored, exact, rtol=rtol)
-
-
-# ---------------------------------------------------------------- types
 
 
 @pytest.mark.parametrize("gather", ["params", "momentum"])
