@@ -114,7 +114,6 @@ def test_config_of_a_later_version(name, value, remedy):
 
 
 # ---------------------------------------------------------------- the factories
-
 NAN, INF = float("nan"), float("inf")
 
 
@@ -164,8 +163,9 @@ def test_zero_and_inner():
         for make in (make_tx, lambda zero: clip_by_global_norm(1.0, zero=zero)):
             with refuses("zero must be a ZeroConfig", f"got {zero!r}"):
                 make(zero=zero)
+    inner: Any = 0.1
     with refuses("inner must be an optax.GradientTransformation", "got 0.1"):
-        zero_shard(*[0.1], zero=ZERO)
+        zero_shard(inner, zero=ZERO)
 
 
 # ---------------------------------------------------------------- meshes, trees, transformations
@@ -173,9 +173,8 @@ def test_zero_and_inner():
 
 def everywhere(params=None, tx: Any = None, mesh=None, zero: Any = ZERO):
     """state_shardings and init refuse in the same words; both before anything is allocated."""
-    params = make_params() if params is None else params
-    args = (tx or make_tx(), mesh or mesh_of(), zero)
-    return [lambda: state_shardings(params, *args), lambda: init(params, *args)]
+    args = (make_params() if params is None else params, tx or make_tx(), mesh or mesh_of(), zero)
+    return [lambda: state_shardings(*args), lambda: init(*args)]
 
 
 def test_mesh_without_the_axis():

@@ -106,8 +106,7 @@ def test_init_copies(placed):
     if placed != "numpy":
         where = jax.devices()[0] if placed == "one device" else jax.NamedSharding(mesh_of(), P())
         mine = jax.device_put(mine, where)
-    first = start(mine)
-    state, _ = go(first, make_batches(4))
+    state, _ = go(first := start(mine), make_batches(4))
     assert all(x.is_deleted() for x in jax.tree.leaves(first.params))
     assert_equal(mine, make_params())
     assert np.any(np.asarray(full_params(state)["w"]) != np.asarray(mine["w"]))
@@ -164,8 +163,7 @@ def test_old_and_copied_states_take_up_their_own_phase():
     behind, seen = go(early, batches[1:])
     assert [m["phase"] for m in seen] == [m["phase"] for m in ahead]
     assert_equal(behind.params, state.params)
-    # Two runs in turns on one step.
-    for batch, metrics in zip(batches[1:4], ahead):
+    for batch, metrics in zip(batches[1:4], ahead):  # two runs in turns on one step
         again, one = go(again, [batch])
         state, _ = go(state, [batch])
         assert one[0]["phase"] == metrics["phase"]
@@ -178,8 +176,7 @@ def test_a_warm_up_that_was_skipped_stays_dense():
     assert [m["phase"] for m in seen] == 4 * ["dense"]
     assert [int(m["skipped_steps"]) for m in seen] == [1, 2, 3, 4]
     assert_equal(state.params, make_params())
-    state, seen = go(state, good)
-    # Step 4 is dense by the schedule too; from 5 on the variance has been seen.
+    state, seen = go(state, good)  # step 4 is dense by the schedule too
     assert [m["phase"] for m in seen] == ["dense", "compressed", "compressed"]
     assert int(seen[-1]["skipped_steps"]) == 4
 
