@@ -28,7 +28,7 @@ import onebit_zero_jax as ob
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 3
 SEQUENCES_PER_DEVICE = 4
-PEAK_RATE, DECAY, B2 = 2e-3, 0.1, 0.99
+PEAK_RATE, DECAY, B2 = 1.5e-3, 0.1, 0.99
 FREEZE, REFRESH = 125, 32
 
 
