@@ -47,14 +47,23 @@ def _names(axis_name: AxisName) -> set[str]:
     return {axis_name} if isinstance(axis_name, str) else set(axis_name)
 
 
+def _on_mesh(axis_name: AxisName) -> bool:
+    """Whether the axis is a mesh axis in ``shard_map``; else ``vmap(axis_name=...)`` stands in."""
+    return _names(axis_name) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def _tracks_types(axis_name: AxisName) -> bool:
     """Whether arrays carry the axes they vary over (``shard_map(check_vma=True)``)."""
+    if not _on_mesh(axis_name):
+        return False
     index = jax.typeof(lax.axis_index(axis_name))
     return bool(index.manual_axis_type.varying)
 
 
 def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """``x``, typed as different on every device of the axis."""
+    if not _on_mesh(axis_name):
+        return x
     have: frozenset[str] = jax.typeof(x).manual_axis_type.varying
     missing = tuple(sorted(_names(axis_name) - have))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -131,7 +140,8 @@ def broadcast(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Arra
     if not arrays:
         return []
     buffer = jnp.concatenate([_to_bytes(x, 1) for x in arrays], axis=1)
-    buffer = lax.all_gather(vary(buffer, axis_name), axis_name, axis=0, tiled=True, to="invarying")
+    to = "invarying" if _on_mesh(axis_name) else "varying"
+    buffer = lax.all_gather(vary(buffer, axis_name), axis_name, axis=0, tiled=True, to=to)
     pieces = _split(buffer, arrays, 1)
     return [p.reshape(p.shape[0] * p.shape[1], *p.shape[2:]) for p in pieces]
 
