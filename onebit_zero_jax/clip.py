@@ -31,7 +31,7 @@ def _sketch(leaf: jax.Array, seed: int) -> jax.Array:
     return jnp.sum(flat.reshape(-1, SKETCH_SIZE), axis=0)
 
 
-def global_norm(grads: Any, axis_name: str) -> jax.Array:
+def global_norm(grads: Any, axis_name: coll.AxisName) -> jax.Array:
     r"""Norm of the mean over devices of local gradients, from 4 KB per device.
 
     The norm of the mean cannot be told from the local norms (their root mean square
@@ -43,7 +43,7 @@ def global_norm(grads: Any, axis_name: str) -> jax.Array:
 
     Args:
       grads: tree of local gradients, float.
-      axis_name: data-parallel mesh axis.
+      axis_name: data-parallel mesh axis, or a tuple of them.
 
     Returns:
       float32 scalar, equal on all devices.

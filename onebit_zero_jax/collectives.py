@@ -111,6 +111,13 @@ def _split(buffer: jax.Array, like: Sequence[jax.Array], parts: int) -> list[jax
     return out
 
 
+def all_gather(x: jax.Array, axis_name: str) -> jax.Array:
+    """``lax.all_gather`` along axis 0, typed as equal on all devices of the axis."""
+    if not _on_mesh(axis_name):
+        return lax.all_gather(x, axis_name, axis=0, tiled=True)
+    return lax.all_gather(vary(x, axis_name), axis_name, axis=0, tiled=True, to="invarying")
+
+
 def exchange(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """One ``all_to_all``: part p of every array goes to device p.
 
@@ -129,7 +136,10 @@ def exchange(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array
 
 
 def broadcast(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """One ``all_gather``: every device gets all devices' arrays, concatenated on axis 0.
+    """One ``all_gather`` an axis: every device gets all arrays, concatenated on axis 0.
+
+    A tuple of axes is one axis in row-major order. Its last axis goes first, so that
+    each device sends no more than its own arrays there: name the slow axis last.
 
     Args:
       arrays: each ``(k, ...)``, k of its own.
@@ -140,8 +150,8 @@ def broadcast(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Arra
     if not arrays:
         return []
     buffer = jnp.concatenate([_to_bytes(x, 1) for x in arrays], axis=1)
-    to = "invarying" if _on_mesh(axis_name) else "varying"
-    buffer = lax.all_gather(vary(buffer, axis_name), axis_name, axis=0, tiled=True, to=to)
+    for name in reversed((axis_name,) if isinstance(axis_name, str) else axis_name):
+        buffer = all_gather(buffer, name)
     pieces = _split(buffer, arrays, 1)
     return [p.reshape(p.shape[0] * p.shape[1], *p.shape[2:]) for p in pieces]
 

@@ -33,7 +33,9 @@ class ZeroConfig:
     =====  ==============================================  =================
 
     Args:
-      axis_name: name of the data-parallel mesh axis.
+      axis_name: name of the data-parallel mesh axis, or ``(slow, fast)`` of a two-speed
+        mesh: gradients are reduced in full over the fast axis and compressed over the
+        slow one, and worker state shrinks by the size of the fast axis.
       stage: 0, 1 or 2. Stages 1 and 2 differ in the default gather leg alone: the master
         parameters and the momentum are sharded exactly with ``gather="params"``.
       gather: ``"params"`` (owners send what changed since the replicas were last
@@ -50,16 +52,18 @@ class ZeroConfig:
 
     Raises:
       ValueError: a value is not one of those above.
-      NotImplementedError: stage 3 or a two-speed mesh, which this version lacks.
+      NotImplementedError: stage 3, which this version lacks.
 
     Example:
       >>> ZeroConfig(stage=2).gather_mode, ZeroConfig(stage=2).bits
       ('params', 4)
       >>> ZeroConfig(stage=1).gather_mode, ZeroConfig(stage=1).bits
       ('momentum', 1)
+      >>> ZeroConfig(axis_name=("slow", "fast")).owner_axes
+      ('fast', 'slow')
     """
 
-    axis_name: str = "data"
+    axis_name: str | tuple[str, str] = "data"
     stage: int = 2
     gather: Literal["params", "momentum"] | None = None
     gather_bits: GatherBits | Literal[32] | None = None
@@ -74,13 +78,16 @@ class ZeroConfig:
             )
         if type(self.stage) is not int or self.stage not in _DEFAULT_GATHER:
             raise ValueError(f"stage must be 0, 1 or 2, got {self.stage!r}.")
-        if isinstance(self.axis_name, tuple):
-            raise NotImplementedError(
-                f"axis_name={self.axis_name!r}: two-speed meshes are not in this version; "
-                "pass the name of one mesh axis."
+        if isinstance(self.axis_name, tuple) and len(self.axis_name) == 1:
+            object.__setattr__(self, "axis_name", self.axis_name[0])
+        names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+        if not 1 <= len(names) <= 2 or not all(isinstance(n, str) and n for n in names):
+            raise ValueError(
+                "axis_name must be the name of a mesh axis or a pair (slow, fast) of them, "
+                f"got {self.axis_name!r}."
             )
-        if not isinstance(self.axis_name, str) or not self.axis_name:
-            raise ValueError(f"axis_name must be the name of a mesh axis, got {self.axis_name!r}.")
+        if len(set(names)) < len(names):
+            raise ValueError(f"axis_name={self.axis_name!r} names the same axis twice.")
         if self.gather not in (None, "params", "momentum"):
             raise ValueError(f"gather must be 'params' or 'momentum', got {self.gather!r}.")
         if self.gather_bits == 32:
@@ -105,6 +112,26 @@ class ZeroConfig:
             raise ValueError(
                 f"momentum_dtype must be one of {_MOMENTUM_DTYPES}, got {self.momentum_dtype!r}."
             )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The data-parallel mesh axes, slow before fast."""
+        return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+
+    @property
+    def slow(self) -> str:
+        """The axis that carries codes: the slow one, or the only one."""
+        return self.axes[0]
+
+    @property
+    def fast(self) -> str | None:
+        """The axis over which gradients are reduced in full; None unless two-speed."""
+        return self.axes[1] if len(self.axes) == 2 else None
+
+    @property
+    def owner_axes(self) -> tuple[str, ...]:
+        """Axes in the order of the owners' chunks: device (s, f) owns chunk ``f * S + s``."""
+        return self.axes[::-1]
 
     @property
     def gather_mode(self) -> Literal["params", "momentum"]:

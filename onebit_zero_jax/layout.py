@@ -1,8 +1,11 @@
 """How a parameter tree is cut into blocks and chunks.
 
 A leaf is *compressed* if it is a matrix (two axes or more) with enough values for
-every device; its values are flattened, padded to P equal chunks of whole blocks, and
-device p owns chunk p. Every other leaf is *dense*: reduced in float32, kept whole.
+every device; its values are flattened and padded to N equal chunks of whole blocks, one
+for each device. On a two-speed mesh of S x L devices, device (s, f) owns chunk
+``f * S + s``: the S chunks of one f, a *super-chunk*, are what the full reduction over
+the fast axis leaves on every device (s, f), and what codes of the slow axis cover.
+Every other leaf is *dense*: reduced in float32, kept whole.
 """
 
 import dataclasses
@@ -44,19 +47,26 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The leaves of a parameter tree on ``parts`` devices."""
+    """The leaves of a parameter tree on ``slow * fast`` devices."""
 
     leaves: tuple[Leaf, ...]
     treedef: Any
-    parts: int
+    slow: int
+    fast: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Number of devices, and of chunks."""
+        return self.slow * self.fast
 
     @classmethod
-    def of(cls, params: Any, parts: int) -> "Layout":
-        """Cuts ``params`` (arrays or ShapeDtypeStructs) for ``parts`` devices.
+    def of(cls, params: Any, slow: int, fast: int = 1) -> "Layout":
+        """Cuts ``params`` (arrays or ShapeDtypeStructs) for ``slow * fast`` devices.
 
         Raises:
           ValueError: a leaf is not a floating-point array.
         """
+        parts = slow * fast
         flat, treedef = jax.tree_util.tree_flatten_with_path(params)
         leaves = []
         for path, x in flat:
@@ -71,7 +81,7 @@ class Layout:
             compressed = len(x.shape) >= 2 and size >= MIN_CHUNK * parts
             blocks, lanes = codec.block_shape(size, parts) if compressed else (0, 0)
             leaves.append(Leaf(name, tuple(x.shape), dtype, compressed, blocks, lanes))
-        return cls(tuple(leaves), treedef, parts)
+        return cls(tuple(leaves), treedef, slow, fast)
 
     def flatten(self, tree: Any, what: str) -> list[Any]:
         """Subtrees of ``tree`` at the parameters' places.

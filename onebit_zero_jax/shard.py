@@ -6,6 +6,7 @@ runs inside ``jax.shard_map``. Lists below run over the leaves of the parameter 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -85,7 +86,7 @@ def zero_shard(
         16 refreshes; None for a variance frozen after warm-up.
 
     Returns:
-      A transformation for use inside ``jax.shard_map`` over ``zero.axis_name``:
+      A transformation for use inside ``jax.shard_map`` over the data-parallel axes:
       ``init(params)`` and ``update(local_gradients, state, params, phase=None)``. The
       updates are equal on all devices. ``phase`` ("dense" or "compressed") fixes the
       phase while tracing, so that the program holds that phase alone; None picks it on
@@ -141,12 +142,12 @@ def zero_shard(
             )
         if phase not in (None, "dense", "compressed"):
             raise ValueError(f"phase must be 'dense', 'compressed' or None, got {phase!r}.")
-        layout = Layout.of(params, coll.axis_size(zero.axis_name))
+        layout = Layout.of(params, *map(coll.axis_size, zero.axes))
         if not layout.leaves:
             return updates, state
         grads = layout.flatten(updates, "the gradient tree")
         _check(layout, grads, state, zero.axis_name)
-        means, nonfinite = _reduce_dense_leaves(layout, grads, zero.axis_name)
+        means, nonfinite = _reduce_dense_leaves(layout, grads, zero.axes)
         ok = jnp.sum(nonfinite) == 0
 
         def step(dense: bool) -> tuple[Tree, ZeroState]:
@@ -195,7 +196,9 @@ def _check_steps(name: str, value: Any) -> Any:
     return int(value)
 
 
-def _check(layout: Layout, grads: list[jax.Array], state: ZeroState, axis: str) -> None:
+def _check(
+    layout: Layout, grads: list[jax.Array], state: ZeroState, axis_name: coll.AxisName
+) -> None:
     """Gradients and state must belong to the parameters."""
     states = layout.flatten(state.leaves, "the optimizer state")
     for leaf, g, s in zip(layout.leaves, grads, states, strict=True):
@@ -209,7 +212,7 @@ def _check(layout: Layout, grads: list[jax.Array], state: ZeroState, axis: str) 
                 s.worker_error.shape
                 if hasattr(s.worker_error, "shape")
                 else s.worker_error[0].shape
-            ) == (layout.parts * leaf.blocks, codec.ROWS, leaf.lanes)
+            ) == (layout.slow * leaf.blocks, codec.ROWS, leaf.lanes)
             same = same and jnp.broadcast_shapes(*(f.shape for f in s.factors)) == leaf.shape
         else:
             same = isinstance(s, DenseState) and s.momentum.shape == leaf.shape
@@ -219,33 +222,33 @@ def _check(layout: Layout, grads: list[jax.Array], state: ZeroState, axis: str) 
                 "fit the optimizer state: its shape or the number of devices changed since init. "
                 "Call init again."
             )
-        coll.check_varies(leaf.path, g, axis)
+        coll.check_varies(leaf.path, g, axis_name)
 
 
 def _reduce_dense_leaves(
-    layout: Layout, grads: list[jax.Array], axis: str
+    layout: Layout, grads: list[jax.Array], axes: coll.AxisName
 ) -> tuple[list[jax.Array | None], jax.Array]:
     """Means of the dense leaves' gradients, and per leaf on how many devices it is bad.
 
     One psum carries both.
     """
     wide = [g.astype(jnp.float32) for g in grads]
-    # Written so that NaN is bad too.
-    bad = [~(jnp.max(jnp.abs(g), initial=0.0) < _MAX_GRADIENT) for g in wide]
+    # NaN compares false, so it is bad too. No maximum: XLA's on CPU drops NaN in some shapes.
+    bad = [~jnp.all(jnp.abs(g) < _MAX_GRADIENT) for g in wide]
     small = [g for leaf, g in zip(layout.leaves, wide, strict=True) if not leaf.compressed]
     with jax.named_scope("dense_leaves"):
-        flags, *sums = _fused_psum([jnp.stack(bad).astype(jnp.float32), *small], axis)
+        flags, *sums = _fused_psum([jnp.stack(bad).astype(jnp.float32), *small], axes)
     means = iter(sums)
     mean = [None if leaf.compressed else next(means) / layout.parts for leaf in layout.leaves]
     return mean, flags.astype(jnp.int32)
 
 
-def _fused_psum(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
+def _fused_psum(arrays: list[jax.Array], axes: coll.AxisName) -> list[jax.Array]:
     """``psum`` of many float32 arrays in one collective."""
     if not arrays:
         return []
-    buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axis)
-    buffer = lax.psum(buffer, axis)
+    buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axes)
+    buffer = lax.psum(buffer, axes)
     ends = np.cumsum([x.size for x in arrays])
     return [
         buffer[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)
@@ -266,28 +269,32 @@ class _Step:
     live_bc2: jax.Array  # of the variance of dense leaves: 1 - b2^applied
     floor: jax.Array  # RMS_FLOOR, or 0 while the momentum is exact
 
-    @property
-    def axis(self) -> str:
-        return self.zero.axis_name
+    def own(self, blocks: jax.Array) -> jax.Array:
+        """This device's chunk of a whole leaf in blocks."""
+        return coll.own(blocks, self.zero.owner_axes)
+
+    def super_chunk(self, blocks: jax.Array) -> jax.Array:
+        """The chunks that codes between the devices of the slow axis cover, of a whole leaf."""
+        return blocks if self.zero.fast is None else coll.own(blocks, self.zero.fast)
 
     @property
     def gathers_params(self) -> bool:
         return self.zero.gather_mode == "params"
 
 
-def _seen(step: _Step, s: ChunkState) -> jax.Array:
-    """Where v > 0: bool, the whole leaf in blocks; False on padding."""
-    if isinstance(s.shared, Log8):
-        return s.shared.levels > 0
+def _seen(step: _Step, shared: Any) -> jax.Array:
+    """Where v > 0, from (a part of) ``ChunkState.shared``: bool; False on padding."""
+    if isinstance(shared, Log8):
+        return shared.levels > 0
     if step.zero.stage:
-        return codec.unpack_bits(s.shared)
-    return s.shared > 0
+        return codec.unpack_bits(shared)
+    return shared > 0
 
 
-def _weight(step: _Step, s: ChunkState) -> jax.Array:
-    """w of the whole leaf in blocks; 0 on padding and wherever v is 0."""
+def _weight(step: _Step, s: ChunkState, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """w of a part of a leaf in blocks; 0 on padding and wherever v is 0."""
     factored = codec.to_blocks(codec.weight_of(s.factors), step.layout.parts)
-    return jnp.where(_seen(step, s), factored, 0.0)
+    return jnp.where(_seen(step, jax.tree.map(part, s.shared)), part(factored), 0.0)
 
 
 def _adam_moments(step: _Step, s: DenseState, g: jax.Array) -> DenseState:
@@ -322,33 +329,33 @@ def _reduce_dense(
     previous: list[jax.Array],
 ) -> tuple[list[ChunkState], list[_Owned]]:
     """Dense reduce leg: Adam's moments on the owner, and new factors for everyone."""
-    axis, parts = step.axis, step.layout.parts
+    zero, layout = step.zero, step.layout
     moments: list[tuple[jax.Array, jax.Array]] = []
     means: list[jax.Array] = []
     for leaf, s, g, prev in zip(leaves, states, grads, previous, strict=True):
         with jax.named_scope("reduce_leg"):
-            g = lax.psum_scatter(g, axis, scatter_dimension=0, tiled=True) / parts
-        prev = s.momentum if step.gathers_params else coll.own(prev, axis)
-        v = s.variance if step.zero.stage else coll.own(s.shared, axis)
+            g = lax.psum_scatter(g, zero.slow, scatter_dimension=0, tiled=True) / layout.slow
+        prev = s.momentum if step.gathers_params else coll.own(prev, zero.slow)
+        v = s.variance if zero.stage else step.own(s.shared)
         m = step.b1 * prev + (1 - step.b1) * g
         v = step.b2 * v + (1 - step.b2) * jnp.square(g)
         moments.append((m, v))
-        whole = codec.from_blocks(coll.place(v / step.bc2, axis), leaf.shape)
+        whole = codec.from_blocks(coll.place(v / step.bc2, zero.owner_axes), leaf.shape)
         means.extend(codec.mean_factors(whole))
     with jax.named_scope("weights"):
-        means = _fused_psum(means, axis)
+        means = _fused_psum(means, zero.axes)
     new_states, owned = [], []
     for k, (leaf, s, (m, v)) in enumerate(zip(leaves, states, moments, strict=True)):
         factors = codec.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
-        factored = codec.to_blocks(codec.weight_of(factors), parts)
-        weight = jnp.where(v > 0, coll.own(factored, axis), 0.0)
-        if not step.zero.stage:
+        factored = codec.to_blocks(codec.weight_of(factors), layout.parts)
+        weight = jnp.where(v > 0, step.own(factored), 0.0)
+        if not zero.stage:
             news: tuple[jax.Array, ...] = (v,)
         elif step.gathers_params:
             news = (codec.pack_bits(v > 0),)
         else:
             news = codec.encode_log(jnp.sqrt(v / step.bc2))
-        new_states.append(s._replace(factors=factors, variance=v if step.zero.stage else None))
+        new_states.append(s._replace(factors=factors, variance=v if zero.stage else None))
         owned.append(_Owned(m, v, weight, news))
     return new_states, owned
 
@@ -357,10 +364,10 @@ def _reduce_compressed(
     step: _Step, states: list[ChunkState], local: list[jax.Array], weights: list[jax.Array]
 ) -> tuple[list[ChunkState], list[_Owned], jax.Array]:
     """1-bit reduce leg with worker error; v and w stay. Also returns the residual's norms."""
-    axis, zero = step.axis, step.zero
+    zero = step.zero
     new_states: list[ChunkState] = []
     codes: list[jax.Array] = []
-    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), axis)
+    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes)
     for s, m, w in zip(states, local, weights, strict=True):
         e = codec.load(s.worker_error)
         code, new_e = codec.encode(m, e, bits=1, weight=w)
@@ -369,12 +376,12 @@ def _reduce_compressed(
         new_states.append(s._replace(worker_error=codec.store(new_e, zero.error_dtype)))
         codes.extend(code)
     with jax.named_scope("reduce_leg"):
-        received = coll.exchange(codes, axis)
+        received = coll.exchange(codes, zero.slow)
     owned = []
     for k, (s, w) in enumerate(zip(states, weights, strict=True)):
-        weight = coll.own(w, axis)
+        weight = coll.own(w, zero.slow)
         m = codec.decode_mean(Packed(received[2 * k], received[2 * k + 1]), weight)
-        v = s.variance if zero.stage else coll.own(s.shared, axis)
+        v = s.variance if zero.stage else step.own(s.shared)
         owned.append(_Owned(m, v, weight, ()))
     return new_states, owned, norms
 
@@ -414,7 +421,7 @@ def _gather_params(
     parts, bits = step.layout.parts, step.zero.bits
     sent, masters, new_states, updates = [], [], [], []
     for leaf, s, o, y in zip(leaves, states, owned, params, strict=True):
-        replica = coll.own(codec.to_blocks(y.astype(jnp.float32), parts), step.axis)
+        replica = step.own(codec.to_blocks(y.astype(jnp.float32), parts))
         if bits == "dense":
             masters.append(s.master)
             sent.append((s.master.astype(leaf.dtype), *o.news))
@@ -432,15 +439,15 @@ def _gather_params(
         if bits == "dense":
             updates.append(codec.from_blocks(values[0], leaf.shape) - y)
         else:
-            change = codec.decode(Packed(*values), _seen(step, s).astype(jnp.float32))
+            change = codec.decode(Packed(*values), _seen(step, s.shared).astype(jnp.float32))
             updates.append(codec.from_blocks(change, leaf.shape).astype(leaf.dtype))
     return new_states, updates
 
 
 def _broadcast(step: _Step, sent: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
-    """:func:`coll.broadcast` of every leaf's arrays, in one collective."""
+    """:func:`coll.broadcast` of every leaf's arrays together."""
     with jax.named_scope("gather_leg"):
-        got = iter(coll.broadcast([x for arrays in sent for x in arrays], step.axis))
+        got = iter(coll.broadcast([x for arrays in sent for x in arrays], step.zero.owner_axes))
     return [[next(got) for _ in arrays] for arrays in sent]
 
 
@@ -454,7 +461,7 @@ def _walk(
     extra_args: dict[str, Any],
 ) -> tuple[Tree, ZeroState]:
     """One step, from local gradients to updates."""
-    layout, parts = step.layout, step.layout.parts
+    zero, layout = step.zero, step.layout
     states: list[Any] = layout.flatten(state.leaves, "the optimizer state")
     current = layout.flatten(params, "params")
     big = [i for i, leaf in enumerate(layout.leaves) if leaf.compressed]
@@ -468,14 +475,23 @@ def _walk(
             first[i] = states[i].momentum / step.bc1
             rms[i] = jnp.sqrt(states[i].variance / step.live_bc2)
 
-    # Local momentum.
+    # Full reduction over the fast axis, then local momentum.
     chunks: list[ChunkState] = [states[i] for i in big]
-    blocks = [codec.to_blocks(grads[i].astype(jnp.float32), parts) for i in big]
-    weights = [_weight(step, s) for s in chunks]
+    blocks = [codec.to_blocks(grads[i].astype(jnp.float32), layout.parts) for i in big]
+    if zero.fast is not None:
+        with jax.named_scope("fast_leg"):
+            blocks = [
+                lax.psum_scatter(g, zero.fast, scatter_dimension=0, tiled=True) / layout.fast
+                for g in blocks
+            ]
+    weights = [_weight(step, s, step.super_chunk) for s in chunks]
     if step.gathers_params:
         previous = [codec.load(s.worker_momentum) for s in chunks]
     else:
-        previous = [codec.decode(s.momentum, w) for s, w in zip(chunks, weights, strict=True)]
+        previous = [
+            codec.decode(jax.tree.map(step.super_chunk, s.momentum), w)
+            for s, w in zip(chunks, weights, strict=True)
+        ]
     local = [step.b1 * prev + (1 - step.b1) * g for prev, g in zip(previous, blocks, strict=True)]
 
     # Reduce leg.
@@ -491,9 +507,7 @@ def _walk(
     updates: list[Any] = [None] * len(states)
     if step.gathers_params:
         chunks = [
-            s._replace(
-                worker_momentum=codec.store(m, step.zero.momentum_dtype), momentum=o.momentum
-            )
+            s._replace(worker_momentum=codec.store(m, zero.momentum_dtype), momentum=o.momentum)
             for s, m, o in zip(chunks, local, owned, strict=True)
         ]
         for i, o in zip(big, owned, strict=True):
@@ -504,9 +518,9 @@ def _walk(
     else:
         chunks = _gather_momentum(step, chunks, owned)
         for i, leaf, s in zip(big, leaves, chunks, strict=True):
-            w = _weight(step, s)
+            w = _weight(step, s, lambda x: x)
             whole = codec.decode(s.momentum, w) / step.bc1
-            root = codec.decode_log(*s.shared) if step.zero.stage else jnp.sqrt(s.shared / step.bc2)
+            root = codec.decode_log(*s.shared) if zero.stage else jnp.sqrt(s.shared / step.bc2)
             root = jnp.maximum(root, step.floor * codec.inverse(w))
             first[i] = codec.from_blocks(whole, leaf.shape)
             rms[i] = codec.from_blocks(root, leaf.shape)

@@ -19,6 +19,9 @@ Tree = Any
 # Refresh intervals double after this many refreshes (0/1 Adam, Lu et al. 2022).
 REFRESHES_PER_INTERVAL = 16
 
+# State that belongs to a worker, not to the owner of a chunk: stacked in the mesh's order.
+WORKER_FIELDS = ("worker_momentum", "worker_error", "residual")
+
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
@@ -83,12 +86,15 @@ class Log8(NamedTuple):
 
 
 class ChunkState(NamedTuple):
-    """State of a compressed leaf on one device of P; chunks are ``(blocks, 8, lanes)``.
+    """State of a compressed leaf on one of N devices; chunks are ``(blocks, 8, lanes)``.
+
+    Worker arrays cover the S chunks of the device's super-chunk (all N of them unless the
+    mesh is two-speed), the whole leaf is N chunks.
 
     Attributes:
-      worker_momentum: m_i ``(P * blocks, 8, lanes)`` in ``momentum_dtype``;
+      worker_momentum: m_i ``(S * blocks, 8, lanes)`` in ``momentum_dtype``;
         ``gather="params"`` only.
-      worker_error: e_i ``(P * blocks, 8, lanes)`` in ``error_dtype``.
+      worker_error: e_i ``(S * blocks, 8, lanes)`` in ``error_dtype``.
       server_error: E of the own chunk, in ``error_dtype``; ``gather="momentum"`` only.
       momentum: ``"params"``: M of the own chunk, float32. ``"momentum"``: codes of M of
         the whole leaf, equal on all devices.
@@ -150,17 +156,18 @@ class ZeroState(NamedTuple):
 
 
 def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: Run) -> ZeroState:
-    """State before the first step; inside ``shard_map`` over ``run.zero.axis_name``."""
-    zero, axis = run.zero, run.zero.axis_name
+    """State before the first step; inside ``shard_map`` over the data-parallel axes."""
+    zero, axes = run.zero, run.zero.axes
     # optax.tree.map_params calls init with a leafless placeholder and no axis bound.
-    parts = coll.axis_size(axis) if jax.tree.leaves(params) else 1
-    layout = Layout.of(params, parts)
+    bound = bool(jax.tree.leaves(params))
+    layout = Layout.of(params, *(coll.axis_size(axis) if bound else 1 for axis in axes))
+    slow, parts = layout.slow, layout.parts
     gathers_params = zero.gather_mode == "params"
 
     def zeros(leaf: Leaf, blocks: int, dtype: str = "float32") -> Any:
         shape = jax.ShapeDtypeStruct((blocks, codec.ROWS, leaf.lanes), jnp.float32)
         stored = jax.eval_shape(lambda x: codec.store(x, dtype), shape)
-        return jax.tree.map(lambda s: coll.vary(jnp.zeros(s.shape, s.dtype), axis), stored)
+        return jax.tree.map(lambda s: coll.vary(jnp.zeros(s.shape, s.dtype), axes), stored)
 
     def leaf_state(leaf: Leaf, x: jax.Array) -> ChunkState | DenseState:
         if not leaf.compressed:
@@ -177,7 +184,7 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
         means = jax.eval_shape(codec.mean_factors, jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
         state = ChunkState(
             worker_momentum=None,
-            worker_error=zeros(leaf, whole, zero.error_dtype),
+            worker_error=zeros(leaf, slow * leaf.blocks, zero.error_dtype),
             server_error=None,
             momentum=None,
             variance=zeros(leaf, leaf.blocks) if zero.stage else None,
@@ -188,9 +195,9 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
         if gathers_params:
             blocks = codec.to_blocks(x.astype(jnp.float32), parts)
             return state._replace(
-                worker_momentum=zeros(leaf, whole, zero.momentum_dtype),
+                worker_momentum=zeros(leaf, slow * leaf.blocks, zero.momentum_dtype),
                 momentum=zeros(leaf, leaf.blocks),
-                master=coll.own(blocks, axis),
+                master=coll.own(blocks, zero.owner_axes),
             )
         return state._replace(
             server_error=zeros(leaf, leaf.blocks, zero.error_dtype),
@@ -207,7 +214,7 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
         applied=count,
         variance_updates=count,
         nonfinite=jnp.zeros(len(states), jnp.int32),
-        residual=coll.vary(residual, axis) if states else residual,
+        residual=coll.vary(residual, axes) if states else residual,
         leaves=layout.unflatten(states),
         inner=inner.init(masters if gathers_params else params),
         run=run,

@@ -29,14 +29,14 @@ from onebit_zero_jax.train_state import (
 from onebit_zero_jax.wire import traced_bytes
 
 
-def _mean_over(tree: Tree, axis: str) -> Tree:
+def _mean_over(tree: Tree, axes: coll.AxisName) -> Tree:
     """Floating-point leaves averaged over devices, integers and bools summed."""
 
     def reduce(x: Any) -> jax.Array:
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            return lax.pmean(x, axis)
-        return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axis)
+            return lax.pmean(x, axes)
+        return lax.psum(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axes)
 
     with jax.named_scope("metrics"):
         return jax.tree.map(reduce, tree)
@@ -82,20 +82,19 @@ class _Loss:
         state = rest.pop(0) if self.has_model_state else model_state
         return loss.astype(jnp.float32), (state, rest[0] if rest else None)
 
-    def check_local(self, mesh: Mesh, axis: str, *args: Tree) -> None:
-        """Raises if the loss is already reduced over the axis (its gradient would be too)."""
-        if mesh.shape[axis] == 1:
-            return
-        reduced = []
+    def check_local(self, mesh: Mesh, axes: tuple[str, ...], *args: Tree) -> None:
+        """Raises if the loss is already reduced over an axis (its gradient would be too)."""
+        wide = {axis for axis in axes if mesh.shape[axis] > 1}
+        reduced: list[str] = []
 
         def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
-            params = jax.tree.map(lambda x: coll.vary(x, axis), params)
-            model_state = jax.tree.map(lambda x: coll.vary(x, axis), model_state)
+            params = jax.tree.map(lambda x: coll.vary(x, axes), params)
+            model_state = jax.tree.map(lambda x: coll.vary(x, axes), model_state)
             loss, _ = self(params, model_state, batch, rng)
-            reduced.append(axis not in jax.typeof(loss).manual_axis_type.varying)
+            reduced.extend(wide - jax.typeof(loss).manual_axis_type.varying)
             return jnp.zeros(())
 
-        specs = (P(), P(), P(axis), P())
+        specs = (P(), P(), P(axes), P())
 
         def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -109,10 +108,10 @@ class _Loss:
         with contextlib.suppress(Exception):
             probe_map = jax.shard_map(probe, mesh=mesh, in_specs=specs, out_specs=P())
             jax.eval_shape(probe_map, *shapes)
-        if any(reduced):
+        if reduced:
             raise ValueError(
-                f"loss_fn returns the same loss on every device of axis {axis!r}: it was already "
-                "reduced. Return the mean over the examples "
+                f"loss_fn returns the same loss on every device of axis {reduced[0]!r}: it was "
+                "already reduced. Return the mean over the examples "
                 "of this device alone; train_step averages over devices."
             )
 
@@ -215,7 +214,7 @@ class TrainStep:
         if key not in self._programs:
             if not self._checked:
                 args = (state.params, state.model_state, batch, rng)
-                self._loss.check_local(self._mesh, self._zero.axis_name, *args)
+                self._loss.check_local(self._mesh, self._zero.axes, *args)
                 self._checked = True
             jitted = self._jit(phase, batch)
             traced = jitted.trace(state, batch, rng)
@@ -224,12 +223,12 @@ class TrainStep:
 
     def _jit(self, phase: Phase | None, batch: Tree) -> Any:
         assert self._specs is not None
-        axis = self._zero.axis_name
+        axes = self._zero.axes
 
         def body(state: TrainState, batch: Tree, rng: Any) -> tuple[TrainState, dict[str, Any]]:
             return self._body(phase, state, batch, rng)
 
-        batch_specs = jax.tree.map(lambda x: P(axis), batch)
+        batch_specs = jax.tree.map(lambda x: P(axes), batch)
         # Without axis types: a user's loss may scan from a constant carry.
         mapped = jax.shard_map(
             body,
@@ -243,9 +242,9 @@ class TrainStep:
     def _body(
         self, phase: Phase | None, state: TrainState, batch: Tree, rng: Any
     ) -> tuple[TrainState, dict[str, Any]]:
-        axis = self._zero.axis_name
+        axes = self._zero.axes
         if rng is not None:
-            rng = jax.random.fold_in(jax.random.fold_in(rng, state.step), lax.axis_index(axis))
+            rng = jax.random.fold_in(jax.random.fold_in(rng, state.step), lax.axis_index(axes))
         loss, grads, model_state, aux = self._gradients(state, batch, rng)
         extra = {} if phase is None else {"phase": phase}
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **extra)
@@ -258,20 +257,20 @@ class TrainStep:
             applied = jnp.all(jnp.stack(ok))
             model_state = jax.tree.map(
                 lambda new, old: jnp.where(applied, new, old),
-                _mean_over_floats(model_state, axis),
+                _mean_over_floats(model_state, axes),
                 state.model_state,
             )
         lost = sum((s.residual for s in zeros), jnp.zeros((1, 2), jnp.float32))
         with jax.named_scope("metrics"):
-            totals = lax.psum(jnp.concatenate([jnp.ravel(loss), jnp.ravel(lost)]), axis)
+            totals = lax.psum(jnp.concatenate([jnp.ravel(loss), jnp.ravel(lost)]), axes)
         metrics = {
-            "loss": totals[0] / self._mesh.shape[axis],
-            "gradient_norm": global_norm(grads, axis),
+            "loss": totals[0] / coll.axis_size(axes),
+            "gradient_norm": global_norm(grads, axes),
             "residual_ratio": jnp.sqrt(totals[1] / jnp.where(totals[2] > 0, totals[2], 1.0)),
             "skipped_steps": jnp.max(jnp.stack([s.step - s.applied for s in zeros])),
         }
         if self._loss.has_aux:
-            metrics["aux"] = _mean_over(aux, axis)
+            metrics["aux"] = _mean_over(aux, axes)
         return TrainState(state.step + 1, params, opt_state, model_state), metrics
 
     def _gradients(
@@ -317,11 +316,11 @@ class TrainStep:
         return jnp.mean(losses), grads, model_state, aux
 
 
-def _mean_over_floats(tree: Tree, axis: str) -> Tree:
+def _mean_over_floats(tree: Tree, axes: coll.AxisName) -> Tree:
     """Floating-point leaves averaged over devices; others are taken as equal on all."""
     with jax.named_scope("metrics"):
         return jax.tree.map(
-            lambda x: lax.pmean(x, axis) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree
+            lambda x: lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree
         )
 
 
@@ -424,16 +423,16 @@ def eval_step(
     """
     check_mesh(mesh, zero)
     loss = _Loss(loss_fn, has_aux, False, has_model_state, compute_dtype)
-    axis = zero.axis_name
+    axes = zero.axes
 
     @jax.jit
     def run(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
         def body(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
             value, (_, aux) = loss(params, model_state, batch, None)
-            out = {"loss": lax.pmean(value, axis)}
-            return {**out, "aux": _mean_over(aux, axis)} if has_aux else out
+            out = {"loss": lax.pmean(value, axes)}
+            return {**out, "aux": _mean_over(aux, axes)} if has_aux else out
 
-        specs = (P(), P(), P(axis))
+        specs = (P(), P(), P(axes))
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
         return mapped(params, model_state, batch)
 

@@ -1,6 +1,7 @@
 """A :class:`TrainState` of global arrays on a mesh: shardings, init, batches."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import Layout
-from onebit_zero_jax.state import Phases, zero_states
+from onebit_zero_jax.state import WORKER_FIELDS, Phases, zero_states
 from onebit_zero_jax.wire import depends_on_inputs
 
 P = jax.P
@@ -28,7 +29,8 @@ class TrainState:
       step: int32 scalar, calls of the train step so far (skipped updates included).
       params: the user's tree, replicated.
       opt_state: the optimizer's state; leaves that differ between devices are stacked
-        along axis 0, which is sharded over the data-parallel axis.
+        along axis 0, which is sharded over the data-parallel axes: worker state in the
+        order of the mesh, the chunks of owners in the order of ``zero.owner_axes``.
       model_state: mutable model state such as batch statistics, replicated; or None.
         Leaves that are not floating-point must be updated equally on all devices.
     """
@@ -43,23 +45,28 @@ class TrainState:
 
 
 def check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
-    """Number of devices on the data-parallel axis; raises if the mesh does not fit."""
+    """Number of devices on the data-parallel axes; raises if the mesh does not fit."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
     if not isinstance(zero, ZeroConfig):
         raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
-    if zero.axis_name not in mesh.axis_names:
+    if not set(zero.axes) <= set(mesh.axis_names):
         raise ValueError(
             f"the mesh has axes {mesh.axis_names} but zero.axis_name is {zero.axis_name!r}; "
-            "pass ZeroConfig(axis_name=...) one of them."
+            "pass ZeroConfig(axis_name=...) axes of the mesh."
         )
-    others = {a: n for a, n in mesh.shape.items() if a != zero.axis_name and n > 1}
+    others = {a: n for a, n in mesh.shape.items() if a not in zero.axes and n > 1}
     if others:
         raise NotImplementedError(
             f"the mesh has further axes {others}; this version trains over "
-            f"{zero.axis_name!r} alone. Use a mesh with that axis only."
+            f"{zero.axis_name!r} alone. Use a mesh without them."
         )
-    return mesh.shape[zero.axis_name]
+    return data_size(mesh, zero)
+
+
+def data_size(mesh: Mesh, zero: ZeroConfig) -> int:
+    """Number of devices on the data-parallel axes."""
+    return math.prod(mesh.shape[axis] for axis in zero.axes)
 
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -84,12 +91,12 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
     stacked along axis 0; the rest is replicated.
     """
     tx = with_extra_args(tx)
-    axis = zero.axis_name
+    axes = set(zero.axes)
     found: list[Any] = []
 
     def spec(path: Any, before: jax.Array, after: Any) -> P:
         varying = [t.manual_axis_type.varying for t in (jax.typeof(before), after)]
-        if not any(axis in v for v in varying):
+        if not any(axes & v for v in varying):
             return P()
         if after.ndim == 0:
             raise ValueError(
@@ -98,11 +105,13 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
                 "that all devices agree on: clip_by_global_norm of this package, and the "
                 "non-finite guard that zero_shard has built in."
             )
-        return P(axis)
+        # Worker state follows the mesh, the owners' chunks their own order.
+        worker = any(getattr(key, "name", "") in WORKER_FIELDS for key in path)
+        return P(zero.axes if worker else zero.owner_axes)
 
     def probe(params: Tree) -> jax.Array:
         before = tx.init(params)
-        grads = jax.tree.map(lambda x: coll.vary(x, axis), params)
+        grads = jax.tree.map(lambda x: coll.vary(x, zero.axes), params)
         program, out = jax.make_jaxpr(
             lambda grads: tx.update(grads, before, params, phase="dense"), return_shape=True
         )(grads)
@@ -111,7 +120,7 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
         computed = depends_on_inputs(program.jaxpr)
         for (path, u), depends in zip(jax.tree.leaves_with_path(updates), computed, strict=False):
             # Zeros made in the image of a gradient (optax.set_to_zero) have its type.
-            if depends and axis in u.manual_axis_type.varying:
+            if depends and axes & u.manual_axis_type.varying:
                 raise ValueError(
                     f"the update of parameter {jax.tree_util.keystr(path)} differs between "
                     "devices: it is made from the local gradient or from this device's chunk. "
@@ -288,7 +297,7 @@ def full_params(state: TrainState) -> Tree:
 
 
 def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
-    """Puts a batch on the mesh, examples (axis 0) sharded over the data-parallel axis.
+    """Puts a batch on the mesh, examples (axis 0) sharded over the data-parallel axes.
 
     Args:
       batch: tree of arrays. NumPy and single-device arrays are the whole batch in a
@@ -307,8 +316,8 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
       >>> shard_batch({"x": np.ones((4, 2))}, mesh, ZeroConfig())["x"].sharding.spec
       P('data',)
     """
-    sharding = NamedSharding(mesh, P(zero.axis_name))
-    parts = mesh.shape[zero.axis_name]
+    sharding = NamedSharding(mesh, P(zero.axes))
+    parts = data_size(mesh, zero)
 
     def put(path: Any, x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and x.ndim and x.sharding == sharding:

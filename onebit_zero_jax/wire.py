@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core
 
 # Named scopes of the legs; collectives outside of them count as "other".
-LEGS = ("reduce_leg", "gather_leg", "dense_leaves", "weights", "metrics")
+LEGS = ("fast_leg", "reduce_leg", "gather_leg", "dense_leaves", "weights", "metrics")
 
 
 def _sent(eqn: Any, sizes: dict[str, int]) -> float | None:

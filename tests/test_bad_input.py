@@ -30,12 +30,7 @@ ZERO = ZeroConfig(stage=2)
 BATCH = np.ones((4, 16), np.float32)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def mesh_of(parts=PARTS, name="data", kind=AxisType.Auto):
@@ -105,12 +100,9 @@ def test_config(kwargs, parts):
         ZeroConfig(**kwargs)
 
 
-@pytest.mark.parametrize(
-    "name, value, remedy", [("stage", 3, "use stage=2"), ("axis_name", ("a", "b"), "one mesh axis")]
-)
-def test_config_of_a_later_version(name, value, remedy):
-    with pytest.raises(NotImplementedError, match=f"{name}=.*not in this version; .*{remedy}"):
-        ZeroConfig(**{name: value})
+def test_config_of_a_later_version():
+    with pytest.raises(NotImplementedError, match=r"stage=3.*not in this version; .*use stage=2"):
+        ZeroConfig(stage=3)
 
 
 # ---------------------------------------------------------------- the factories
@@ -192,7 +184,7 @@ def test_mesh_without_the_axis():
 def test_mesh_with_further_axes():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     for call in everywhere(mesh=mesh):
-        with pytest.raises(NotImplementedError, match=r"further axes \{'model': 2\}.*axis only"):
+        with pytest.raises(NotImplementedError, match=r"further axes \{'model': 2\}.*without them"):
             call()
 
 

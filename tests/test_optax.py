@@ -39,12 +39,7 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_stage = pytest.mark.parametrize("zero", [MOMENTUM, PARAMS], ids=["stage1", "stage2"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def mesh_of(parts=PARTS, kind=AxisType.Auto):

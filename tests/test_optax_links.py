@@ -30,13 +30,7 @@ from test_optax import (
 
 from onebit_zero_jax import clip_by_global_norm, onebit_adam, onebit_adamw, zero_shard
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def alone(tx, params, steps):

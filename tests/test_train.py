@@ -29,15 +29,10 @@ P = jax.P
 PARTS = 2
 WARMUP, REFRESH = 2, 3
 ZERO = ZeroConfig(stage=2)
-LEGS = {"reduce", "gather", "dense_leaves", "weights", "metrics", "other"}
+LEGS = {"fast", "reduce", "gather", "dense_leaves", "weights", "metrics", "other"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def mesh_of(parts=PARTS, kind=AxisType.Auto):

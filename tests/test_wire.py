@@ -26,12 +26,7 @@ SKETCH = 1031  # random projection of the gradient, for its norm
 SCALARS = 3  # loss, and the two norms of the residual ratio
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def mesh_of(parts=PARTS):
