@@ -9,24 +9,26 @@ from jax import lax
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.config import ZeroConfig, check_number
+from onebit_zero_jax.layout import is_shard
 
 # A prime: no stride of a matrix divides it, so every row and every column of a leaf
 # spreads over all buckets.
 SKETCH_SIZE = 1031
 
 
-def _signs(size: int, seed: int) -> jax.Array:
+def _signs(size: int, seed: jax.Array) -> jax.Array:
     """Fixed pseudo-random signs: the top bit of a hash of the index (murmur3's finalizer)."""
-    h = lax.iota(jnp.uint32, size) ^ jnp.uint32((seed * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
+    h = lax.iota(jnp.uint32, size) ^ (seed * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15))
     h = (h ^ (h >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     h = h ^ (h >> jnp.uint32(16))
     return jnp.where(h >> jnp.uint32(31) == 1, 1.0, -1.0).astype(jnp.float32)
 
 
-def _sketch(leaf: jax.Array, seed: int) -> jax.Array:
+def _sketch(leaf: jax.Array, seed: int, piece: jax.Array | int = 0) -> jax.Array:
     """Linear map to ``SKETCH_SIZE`` values whose square norm is, on average, the leaf's."""
-    flat = jnp.ravel(leaf).astype(jnp.float32) * _signs(leaf.size, seed)
+    mixed = jnp.uint32(seed) + jnp.uint32(1 << 20) * jnp.asarray(piece, jnp.uint32)
+    flat = jnp.ravel(leaf).astype(jnp.float32) * _signs(leaf.size, mixed)
     flat = jnp.pad(flat, (0, -leaf.size % SKETCH_SIZE))
     return jnp.sum(flat.reshape(-1, SKETCH_SIZE), axis=0)
 
@@ -57,13 +59,17 @@ def global_norm(grads: Any, axis_name: coll.AxisName) -> jax.Array:
     Source: AMS sketch (Alon, Matias & Szegedy 1996).
     """
     parts = coll.axis_size(axis_name)
-    leaves = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
-    if parts == 1:
-        values = jnp.concatenate([jnp.zeros(0, jnp.float32), *(jnp.ravel(g) for g in leaves)])
-    else:
-        values = sum(
-            (_sketch(g, i) for i, g in enumerate(leaves)), jnp.zeros(SKETCH_SIZE, jnp.float32)
-        )
+    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    values = jnp.zeros(0 if parts == 1 else SKETCH_SIZE, jnp.float32)
+    for i, g in enumerate(jax.tree.leaves(grads, is_leaf=is_shard)):
+        x = (g.value if is_shard(g) else g).astype(jnp.float32)
+        if parts == 1:
+            values = jnp.concatenate([values, jnp.ravel(x)])
+        elif is_shard(g) and set(g.over) != names:
+            # The mean over g.over already, one piece of it on each device.
+            values = values + coll.axis_size(g.over) * _sketch(x, i, lax.axis_index(g.over))
+        else:
+            values = values + _sketch(x, i)
     with jax.named_scope("metrics"):
         values = lax.psum(coll.vary(values, axis_name), axis_name) / parts
     # Squares of values near the end of float32 overflow.

@@ -10,7 +10,7 @@ import numpy as np
 
 GatherBits = Literal[1, 2, 3, 4, 8, "dense"]
 
-_DEFAULT_GATHER = {0: "momentum", 1: "momentum", 2: "params"}
+_DEFAULT_GATHER = {0: "momentum", 1: "momentum", 2: "params", 3: "params"}
 _DEFAULT_BITS = {"momentum": 1, "params": 4}
 _ALLOWED_BITS = {"momentum": (1, 2), "params": (1, 2, 3, 4, 8, "dense")}
 _ERROR_DTYPES = ("float32", "bfloat16", "int8")
@@ -30,13 +30,14 @@ class ZeroConfig:
     0      nothing (1-bit Adam as published)               momentum, 1 bit
     1      variance, server error                          momentum, 1 bit
     2      master parameters, momentum, variance           params, 4 bits
+    3      these, and the parameters                       params, 4 bits
     =====  ==============================================  =================
 
     Args:
       axis_name: name of the data-parallel mesh axis, or ``(slow, fast)`` of a two-speed
         mesh: gradients are reduced in full over the fast axis and compressed over the
         slow one, and worker state shrinks by the size of the fast axis.
-      stage: 0, 1 or 2. Stages 1 and 2 differ in the default gather leg alone: the master
+      stage: 0, 1, 2 or 3. Stages 1 and 2 differ in the default gather leg alone: the master
         parameters and the momentum are sharded exactly with ``gather="params"``.
       gather: ``"params"`` (owners send what changed since the replicas were last
         updated) or ``"momentum"`` (owners send the reduced momentum and every
@@ -44,7 +45,13 @@ class ZeroConfig:
       gather_bits: bits per value of the gather leg: 1, 2, 3, 4, 8 or ``"dense"``
         (the values themselves, in the parameters' dtype; 32 means the same) for
         ``"params"``, 1 or 2 for ``"momentum"``.
-      shard_params_over: mesh axes that parameters are sharded over; stage 3 only.
+      shard_params_over: stage 3 only, the mesh axes that parameters are sharded over:
+        the fast axis (default of a two-speed mesh: layers are gathered over fast links,
+        codes of what changed cross the slow one) or every data-parallel axis ("flat",
+        default of a single axis: no gather leg, but layers are gathered over the slow
+        axis too, and each device keeps worker state of the whole model).
+      layer_bits: stage 3 only, bits of a value when layers are gathered: 16 (bfloat16), 8
+        (codes with block scales), or None for the dtype that the loss computes in.
       error_dtype: storage of the worker and server errors: ``"float32"`` (loses
         nothing), ``"bfloat16"`` or ``"int8"``; bounds in :func:`codec.store`.
       momentum_dtype: storage of the local momentum of ``gather="params"``:
@@ -52,7 +59,6 @@ class ZeroConfig:
 
     Raises:
       ValueError: a value is not one of those above.
-      NotImplementedError: stage 3, which this version lacks.
 
     Example:
       >>> ZeroConfig(stage=2).gather_mode, ZeroConfig(stage=2).bits
@@ -61,6 +67,8 @@ class ZeroConfig:
       ('momentum', 1)
       >>> ZeroConfig(axis_name=("slow", "fast")).owner_axes
       ('fast', 'slow')
+      >>> ZeroConfig(axis_name=("slow", "fast"), stage=3).over, ZeroConfig(stage=3).over
+      (('fast',), ('data',))
     """
 
     axis_name: str | tuple[str, str] = "data"
@@ -68,16 +76,13 @@ class ZeroConfig:
     gather: Literal["params", "momentum"] | None = None
     gather_bits: GatherBits | Literal[32] | None = None
     shard_params_over: str | tuple[str, ...] | None = None
+    layer_bits: Literal[8, 16] | None = None
     error_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if self.stage == 3:
-            raise NotImplementedError(
-                "stage=3 (sharded parameters) is not in this version; use stage=2."
-            )
         if type(self.stage) is not int or self.stage not in _DEFAULT_GATHER:
-            raise ValueError(f"stage must be 0, 1 or 2, got {self.stage!r}.")
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}.")
         if isinstance(self.axis_name, tuple) and len(self.axis_name) == 1:
             object.__setattr__(self, "axis_name", self.axis_name[0])
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
@@ -99,11 +104,7 @@ class ZeroConfig:
                 f"gather_bits must be one of {allowed} for gather={self.gather_mode!r}, "
                 f"got {self.gather_bits!r}."
             )
-        if self.shard_params_over is not None:
-            raise ValueError(
-                f"shard_params_over={self.shard_params_over!r} needs stage=3; "
-                f"stage {self.stage} replicates parameters, leave it None."
-            )
+        self._check_stage_3()
         if self.error_dtype not in _ERROR_DTYPES:
             raise ValueError(
                 f"error_dtype must be one of {_ERROR_DTYPES}, got {self.error_dtype!r}."
@@ -111,6 +112,31 @@ class ZeroConfig:
         if self.momentum_dtype not in _MOMENTUM_DTYPES:
             raise ValueError(
                 f"momentum_dtype must be one of {_MOMENTUM_DTYPES}, got {self.momentum_dtype!r}."
+            )
+
+    def _check_stage_3(self) -> None:
+        over, bits = self.shard_params_over, self.layer_bits
+        if self.stage != 3:
+            for name, value in (("shard_params_over", over), ("layer_bits", bits)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value!r} needs stage=3; stage {self.stage} replicates "
+                        "parameters, leave it None."
+                    )
+            return
+        if self.gather == "momentum":
+            raise ValueError(
+                "gather='momentum' needs replicated parameters, to which every device applies "
+                "the update; stage=3 shards them: use gather='params'."
+            )
+        if bits not in (None, 8, 16) or isinstance(bits, bool):
+            raise ValueError(f"layer_bits must be 8, 16 or None, got {bits!r}.")
+        names = (over,) if isinstance(over, str) else over
+        allowed = [set(self.axes), {self.axes[-1]}]
+        if names is not None and (type(names) is not tuple or set(names) not in allowed):
+            raise ValueError(
+                f"shard_params_over must be {self.axes[-1]!r} or every data-parallel axis "
+                f"{self.axes}, got {over!r}."
             )
 
     @property
@@ -125,13 +151,37 @@ class ZeroConfig:
 
     @property
     def fast(self) -> str | None:
-        """The axis over which gradients are reduced in full; None unless two-speed."""
-        return self.axes[1] if len(self.axes) == 2 else None
+        """The axis over which ``zero_shard`` reduces gradients in full; or None.
+
+        None on a single axis, and where parameters are sharded over the fast axis:
+        their gradients are reduced over it in the backward pass.
+        """
+        return self.axes[1] if len(self.owner_axes) == 2 else None
 
     @property
     def owner_axes(self) -> tuple[str, ...]:
-        """Axes in the order of the owners' chunks: device (s, f) owns chunk ``f * S + s``."""
-        return self.axes[::-1]
+        """Axes in the order of the owners' chunks: device (s, f) owns chunk ``f * S + s``.
+
+        Where parameters are sharded over the fast axis alone, chunks are those of a shard.
+        """
+        return self.axes[::-1] if self.stage < 3 or self.flat else self.axes[:1]
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """Mesh axes that parameters are sharded over, in the owners' order; () below stage 3."""
+        if self.stage < 3:
+            return ()
+        names = self.shard_params_over or self.axes[-1]
+        return (
+            self.axes[::-1]
+            if len(names) == len(self.axes) and type(names) is tuple
+            else (self.axes[-1],)
+        )
+
+    @property
+    def flat(self) -> bool:
+        """Whether parameters are sharded over every data-parallel axis."""
+        return self.stage == 3 and set(self.over) == set(self.axes)
 
     @property
     def gather_mode(self) -> Literal["params", "momentum"]:

@@ -6,19 +6,78 @@ for each device. On a two-speed mesh of S x L devices, device (s, f) owns chunk
 ``f * S + s``: the S chunks of one f, a *super-chunk*, are what the full reduction over
 the fast axis leaves on every device (s, f), and what codes of the slow axis cover.
 Every other leaf is *dense*: reduced in float32, kept whole.
+
+At stage 3 a compressed leaf is a :class:`Shard`. Sharded over the fast axis it is cut
+as if it were the leaf. Sharded over every axis the shards are the chunks, and the leaf
+is what gradients are: all shards side by side.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from onebit_zero_jax import codec
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax.config import ZeroConfig
 
 # A chunk below this many values is sent dense: its scales would cost more than its signs.
 MIN_CHUNK = 64
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["axis", "size", "over"]
+)
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A parameter leaf of stage 3, cut along one of its axes.
+
+    Leading axes may be sliced off (``lax.scan`` over stacked layers): ``axis`` counts
+    from the end.
+
+    Attributes:
+      value: on a device its shard, globally the leaf padded with zeros along ``axis`` to
+        a multiple of the shards.
+      axis: the axis that is cut, negative.
+      size: length of that axis without padding.
+      over: mesh axes it is sharded over.
+    """
+
+    value: Any
+    axis: int
+    size: int
+    over: tuple[str, ...]
+
+
+def is_compressed(shape: tuple[int, ...], parts: int) -> bool:
+    """Whether a leaf is worth cutting into ``parts`` chunks."""
+    return len(shape) >= 2 and math.prod(shape) >= MIN_CHUNK * parts
+
+
+def is_shard(x: Any) -> bool:
+    """Whether ``x`` is a :class:`Shard`."""
+    return isinstance(x, Shard)
+
+
+def shard_axis(shape: tuple[int, ...], shards: int) -> int:
+    """The axis, negative, along which stage 3 cuts a leaf: the longest that pads least.
+
+    The first axis only if cutting it saves padding: it may count stacked layers.
+
+    Example:
+      >>> [shard_axis(s, 8) for s in ((4, 64, 256), (64, 10), (12, 100))]
+      [-1, -2, -1]
+    """
+
+    def cost(axis: int) -> tuple[float, bool, int]:
+        padding = -shape[axis] % shards / shape[axis]
+        return (padding if padding > 1 / 16 else 0.0, axis == -len(shape), -shape[axis])
+
+    return min(range(-len(shape), 0), key=cost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +89,8 @@ class Leaf:
       shape, dtype: as the user has them.
       compressed: whether it is cut into chunks.
       blocks, lanes: blocks of a chunk and columns of a block; 0 for dense leaves.
+      axis: the axis along which the leaf is cut into chunks, if it is not the flattened
+        leaf that is cut.
     """
 
     path: str
@@ -38,6 +99,7 @@ class Leaf:
     compressed: bool
     blocks: int
     lanes: int
+    axis: int | None = None
 
     @property
     def size(self) -> int:
@@ -47,7 +109,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The leaves of a parameter tree on ``slow * fast`` devices."""
+    """The leaves of a parameter tree, and of how many chunks they are made."""
 
     leaves: tuple[Leaf, ...]
     treedef: Any
@@ -56,32 +118,92 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Number of devices, and of chunks."""
+        """Number of chunks."""
         return self.slow * self.fast
 
     @classmethod
-    def of(cls, params: Any, slow: int, fast: int = 1) -> "Layout":
-        """Cuts ``params`` (arrays or ShapeDtypeStructs) for ``slow * fast`` devices.
+    def of(cls, params: Any, zero: ZeroConfig, sizes: Mapping[str, int]) -> "Layout":
+        """Cuts ``params`` for a run on mesh axes of the given sizes.
+
+        Args:
+          params: arrays or ShapeDtypeStructs, as one device holds them; at stage 3
+            compressed leaves are :class:`Shard`\\ s.
+          zero: the configuration.
+          sizes: number of devices on each data-parallel axis.
 
         Raises:
           ValueError: a leaf is not a floating-point array.
         """
+        slow, fast = sizes[zero.slow], 1 if zero.fast is None else sizes[zero.fast]
         parts = slow * fast
-        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_shard)
         leaves = []
         for path, x in flat:
             name = jax.tree_util.keystr(path) or "params"
+            shard, x = (x, x.value) if is_shard(x) else (None, x)
             dtype = getattr(x, "dtype", None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
                     f"parameter {name} is {dtype or type(x).__name__}, not a floating-point array; "
                     "keep it out of the optimizer's tree (model_state, or optax.masked)."
                 )
-            size = math.prod(x.shape)
-            compressed = len(x.shape) >= 2 and size >= MIN_CHUNK * parts
-            blocks, lanes = codec.block_shape(size, parts) if compressed else (0, 0)
-            leaves.append(Leaf(name, tuple(x.shape), dtype, compressed, blocks, lanes))
+            shape = tuple(x.shape)
+            if shard is not None and zero.flat:
+                blocks, lanes = codec.block_shape(math.prod(shape))
+                axis = shard.axis + len(shape)
+                shape = (*shape[:axis], shape[axis] * parts, *shape[axis + 1 :])
+                leaves.append(Leaf(name, shape, dtype, True, blocks, lanes, axis))
+                continue
+            compressed = is_compressed(shape, math.prod(sizes[a] for a in zero.axes))
+            if zero.stage == 3 and compressed and shard is None:
+                raise ValueError(
+                    f"parameter {name} of shape {shape} is not sharded, which stage 3 needs: use "
+                    "init and train_step, or shard_params in a loop of your own."
+                )
+            compressed = compressed or shard is not None
+            blocks, lanes = codec.block_shape(math.prod(shape), parts) if compressed else (0, 0)
+            leaves.append(Leaf(name, shape, dtype, compressed, blocks, lanes))
         return cls(tuple(leaves), treedef, slow, fast)
+
+    def to_blocks(self, leaf: Leaf, x: jax.Array) -> jax.Array:
+        """A whole compressed leaf in blocks, chunk after chunk: ``(N * blocks, 8, lanes)``."""
+        if leaf.axis is None:
+            return codec.to_blocks(x, self.parts)
+        shape = (*x.shape[: leaf.axis], self.parts, -1, *x.shape[leaf.axis + 1 :])
+        chunks = jnp.moveaxis(x.reshape(shape), leaf.axis, 0)
+        return jax.vmap(codec.to_blocks)(chunks).reshape(-1, codec.ROWS, leaf.lanes)
+
+    def from_blocks(self, leaf: Leaf, blocks: jax.Array) -> jax.Array:
+        """Inverse of :meth:`to_blocks`."""
+        if leaf.axis is None:
+            return codec.from_blocks(blocks, leaf.shape)
+        shape = self.shard_shape(leaf)
+        chunks = blocks.reshape(self.parts, -1)[:, : math.prod(shape)].reshape(-1, *shape)
+        return jnp.moveaxis(chunks, 0, leaf.axis).reshape(leaf.shape)
+
+    def own(self, leaf: Leaf, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """This device's chunk, in blocks, of the parameter as the device holds it."""
+        if leaf.axis is None:
+            return coll.own(codec.to_blocks(x, self.parts), axes)
+        return codec.to_blocks(x)
+
+    def shard_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Shape of a chunk of a leaf that is cut along an axis."""
+        assert leaf.axis is not None
+        before, after = leaf.shape[: leaf.axis], leaf.shape[leaf.axis + 1 :]
+        return (*before, leaf.shape[leaf.axis] // self.parts, *after)
+
+    def values(self, tree: Any, what: str) -> list[Any]:
+        """Arrays of ``tree`` at the parameters' places."""
+        return [x.value if is_shard(x) else x for x in self.flatten(tree, what)]
+
+    def like(self, tree: Any, values: list[Any]) -> Any:
+        """``values`` as a tree with the :class:`Shard`\\ s of ``tree``."""
+        nodes = self.flatten(tree, "params")
+        pairs = zip(nodes, values, strict=True)
+        return self.unflatten(
+            [dataclasses.replace(n, value=v) if is_shard(n) else v for n, v in pairs]
+        )
 
     def flatten(self, tree: Any, what: str) -> list[Any]:
         """Subtrees of ``tree`` at the parameters' places.

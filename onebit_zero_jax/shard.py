@@ -142,10 +142,10 @@ def zero_shard(
             )
         if phase not in (None, "dense", "compressed"):
             raise ValueError(f"phase must be 'dense', 'compressed' or None, got {phase!r}.")
-        layout = Layout.of(params, *map(coll.axis_size, zero.axes))
+        layout = Layout.of(params, zero, {axis: coll.axis_size(axis) for axis in zero.axes})
         if not layout.leaves:
             return updates, state
-        grads = layout.flatten(updates, "the gradient tree")
+        grads = layout.values(updates, "the gradient tree")
         _check(layout, grads, state, zero.axis_name)
         means, nonfinite = _reduce_dense_leaves(layout, grads, zero.axes)
         ok = jnp.sum(nonfinite) == 0
@@ -239,7 +239,8 @@ def _reduce_dense_leaves(
     with jax.named_scope("dense_leaves"):
         flags, *sums = _fused_psum([jnp.stack(bad).astype(jnp.float32), *small], axes)
     means = iter(sums)
-    mean = [None if leaf.compressed else next(means) / layout.parts for leaf in layout.leaves]
+    devices = coll.axis_size(axes)
+    mean = [None if leaf.compressed else next(means) / devices for leaf in layout.leaves]
     return mean, flags.astype(jnp.int32)
 
 
@@ -291,9 +292,11 @@ def _seen(step: _Step, shared: Any) -> jax.Array:
     return shared > 0
 
 
-def _weight(step: _Step, s: ChunkState, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _weight(
+    step: _Step, leaf: Leaf, s: ChunkState, part: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     """w of a part of a leaf in blocks; 0 on padding and wherever v is 0."""
-    factored = codec.to_blocks(codec.weight_of(s.factors), step.layout.parts)
+    factored = step.layout.to_blocks(leaf, codec.weight_of(s.factors))
     return jnp.where(_seen(step, jax.tree.map(part, s.shared)), part(factored), 0.0)
 
 
@@ -340,14 +343,14 @@ def _reduce_dense(
         m = step.b1 * prev + (1 - step.b1) * g
         v = step.b2 * v + (1 - step.b2) * jnp.square(g)
         moments.append((m, v))
-        whole = codec.from_blocks(coll.place(v / step.bc2, zero.owner_axes), leaf.shape)
+        whole = layout.from_blocks(leaf, coll.place(v / step.bc2, zero.owner_axes))
         means.extend(codec.mean_factors(whole))
     with jax.named_scope("weights"):
-        means = _fused_psum(means, zero.axes)
+        means = _fused_psum(means, zero.owner_axes)
     new_states, owned = [], []
     for k, (leaf, s, (m, v)) in enumerate(zip(leaves, states, moments, strict=True)):
         factors = codec.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
-        factored = codec.to_blocks(codec.weight_of(factors), layout.parts)
+        factored = layout.to_blocks(leaf, codec.weight_of(factors))
         weight = jnp.where(v > 0, step.own(factored), 0.0)
         if not zero.stage:
             news: tuple[jax.Array, ...] = (v,)
@@ -418,29 +421,34 @@ def _gather_params(
     params: list[jax.Array],
 ) -> tuple[list[ChunkState], list[jax.Array]]:
     """Gather leg of Q(x - y); x - y is its own error feedback. Returns the updates of y."""
-    parts, bits = step.layout.parts, step.zero.bits
+    layout, zero = step.layout, step.zero
     sent, masters, new_states, updates = [], [], [], []
     for leaf, s, o, y in zip(leaves, states, owned, params, strict=True):
-        replica = step.own(codec.to_blocks(y.astype(jnp.float32), parts))
-        if bits == "dense":
+        if zero.flat or zero.bits == "dense":
             masters.append(s.master)
-            sent.append((s.master.astype(leaf.dtype), *o.news))
+            sent.append(o.news if zero.flat else (s.master.astype(leaf.dtype), *o.news))
             continue
+        replica = layout.own(leaf, y.astype(jnp.float32), zero.owner_axes)
         alive = o.variance > 0
         # Nobody would learn of a change of the others: not even weight decay moves them.
         masters.append(jnp.where(alive, s.master, replica))
-        code, _ = codec.encode(masters[-1] - replica, bits=bits, weight=alive.astype(jnp.float32))
+        weight = alive.astype(jnp.float32)
+        code, _ = codec.encode(masters[-1] - replica, bits=int(zero.bits), weight=weight)
         sent.append((*code, *o.news))
     got = _broadcast(step, sent)
     for leaf, s, master, y, x in zip(leaves, states, masters, params, got, strict=True):
-        values, news = (x[:1], x[1:]) if bits == "dense" else (x[:2], x[2:])
+        count = 0 if zero.flat else 1 if zero.bits == "dense" else 2
+        values, news = x[:count], x[count:]
         s = _learn(step, s._replace(master=master), news)
         new_states.append(s)
-        if bits == "dense":
-            updates.append(codec.from_blocks(values[0], leaf.shape) - y)
+        if zero.flat:
+            shard = codec.from_blocks(master, layout.shard_shape(leaf))
+            updates.append(shard.astype(leaf.dtype) - y)
+        elif zero.bits == "dense":
+            updates.append(layout.from_blocks(leaf, values[0]) - y)
         else:
             change = codec.decode(Packed(*values), _seen(step, s.shared).astype(jnp.float32))
-            updates.append(codec.from_blocks(change, leaf.shape).astype(leaf.dtype))
+            updates.append(layout.from_blocks(leaf, change).astype(leaf.dtype))
     return new_states, updates
 
 
@@ -463,7 +471,7 @@ def _walk(
     """One step, from local gradients to updates."""
     zero, layout = step.zero, step.layout
     states: list[Any] = layout.flatten(state.leaves, "the optimizer state")
-    current = layout.flatten(params, "params")
+    current = layout.values(params, "params")
     big = [i for i, leaf in enumerate(layout.leaves) if leaf.compressed]
     leaves = [layout.leaves[i] for i in big]
     first: list[Any] = [None] * len(states)
@@ -477,14 +485,16 @@ def _walk(
 
     # Full reduction over the fast axis, then local momentum.
     chunks: list[ChunkState] = [states[i] for i in big]
-    blocks = [codec.to_blocks(grads[i].astype(jnp.float32), layout.parts) for i in big]
+    blocks = [layout.to_blocks(layout.leaves[i], grads[i].astype(jnp.float32)) for i in big]
     if zero.fast is not None:
         with jax.named_scope("fast_leg"):
             blocks = [
                 lax.psum_scatter(g, zero.fast, scatter_dimension=0, tiled=True) / layout.fast
                 for g in blocks
             ]
-    weights = [_weight(step, s, step.super_chunk) for s in chunks]
+    weights = [
+        _weight(step, leaf, s, step.super_chunk) for leaf, s in zip(leaves, chunks, strict=True)
+    ]
     if step.gathers_params:
         previous = [codec.load(s.worker_momentum) for s in chunks]
     else:
@@ -518,12 +528,12 @@ def _walk(
     else:
         chunks = _gather_momentum(step, chunks, owned)
         for i, leaf, s in zip(big, leaves, chunks, strict=True):
-            w = _weight(step, s, lambda x: x)
+            w = _weight(step, leaf, s, lambda x: x)
             whole = codec.decode(s.momentum, w) / step.bc1
             root = codec.decode_log(*s.shared) if zero.stage else jnp.sqrt(s.shared / step.bc2)
             root = jnp.maximum(root, step.floor * codec.inverse(w))
-            first[i] = codec.from_blocks(whole, leaf.shape)
-            rms[i] = codec.from_blocks(root, leaf.shape)
+            first[i] = layout.from_blocks(leaf, whole)
+            rms[i] = layout.from_blocks(leaf, root)
         masters = current
     change, inner_state = inner.update(
         layout.unflatten(first),
@@ -556,4 +566,4 @@ def _walk(
         leaves=layout.unflatten(states),
         inner=inner_state,
     )
-    return layout.unflatten(updates), new
+    return layout.like(params, updates), new

@@ -160,7 +160,8 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
     zero, axes = run.zero, run.zero.axes
     # optax.tree.map_params calls init with a leafless placeholder and no axis bound.
     bound = bool(jax.tree.leaves(params))
-    layout = Layout.of(params, *(coll.axis_size(axis) if bound else 1 for axis in axes))
+    sizes = {axis: coll.axis_size(axis) if bound else 1 for axis in axes}
+    layout = Layout.of(params, zero, sizes)
     slow, parts = layout.slow, layout.parts
     gathers_params = zero.gather_mode == "params"
 
@@ -193,18 +194,18 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
             master=None,
         )
         if gathers_params:
-            blocks = codec.to_blocks(x.astype(jnp.float32), parts)
+            x = x.astype(jnp.float32)
             return state._replace(
                 worker_momentum=zeros(leaf, slow * leaf.blocks, zero.momentum_dtype),
                 momentum=zeros(leaf, leaf.blocks),
-                master=coll.own(blocks, zero.owner_axes),
+                master=layout.own(leaf, x, zero.owner_axes),
             )
         return state._replace(
             server_error=zeros(leaf, leaf.blocks, zero.error_dtype),
             momentum=Packed(jnp.zeros((whole, int(zero.bits), leaf.lanes), jnp.uint8), scale),
         )
 
-    flat = layout.flatten(params, "params")
+    flat = layout.values(params, "params")
     states = [leaf_state(leaf, x) for leaf, x in zip(layout.leaves, flat, strict=True)]
     masters = layout.unflatten([s.master for s in states])
     count = jnp.zeros((), jnp.int32)

@@ -1,6 +1,7 @@
 """A compiled train step on a mesh, one program per phase, and evaluation."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
+from onebit_zero_jax import layers
 from onebit_zero_jax.clip import global_norm
 from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layers import shard_specs
+from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.shard import Phase
 from onebit_zero_jax.state import Phases, zero_states
 from onebit_zero_jax.train_state import (
@@ -58,12 +62,14 @@ class _Loss:
         self.loss_fn, self.has_aux, self.with_rng = loss_fn, has_aux, with_rng
         self.has_model_state = has_model_state
         self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+        # Whether layers gather their own shards; known once the loss has been traced.
+        self.layered = False
 
     def __call__(
         self, params: Tree, model_state: Tree, batch: Tree, rng: Any
     ) -> tuple[jax.Array, tuple[Tree, Tree]]:
-        if self.compute_dtype is not None:
-            params = jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
+        """The loss by parameters from :func:`layers.wrap`."""
+        params = layers.into_loss(params, self.compute_dtype, self.layered)
         args = (params, *([model_state] if self.has_model_state else []), batch)
         out = self.loss_fn(*args, *([rng] if self.with_rng else []))
         extras = int(self.has_model_state) + int(self.has_aux)
@@ -82,32 +88,52 @@ class _Loss:
         state = rest.pop(0) if self.has_model_state else model_state
         return loss.astype(jnp.float32), (state, rest[0] if rest else None)
 
-    def check_local(self, mesh: Mesh, axes: tuple[str, ...], *args: Tree) -> None:
+    def find_layers(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
+        """At stage 3, finds out whether the loss marks layers."""
+        if zero.stage < 3:
+            return
+
+        def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
+            return self(layers.wrap(params, zero, self.compute_dtype), model_state, batch, rng)[0]
+
+        # An error of the loss itself is raised where the step is traced.
+        with layers.marked_layers() as calls, contextlib.suppress(Exception):
+            self._trace(probe, mesh, zero.axes, *args, check_vma=False)
+        self.layered = bool(calls)
+
+    def _trace(
+        self, probe: Callable[..., Any], mesh: Mesh, axes: Any, *args: Tree, check_vma: bool = True
+    ) -> None:
+        specs = (shard_specs(args[0]), P(), P(axes), P())
+
+        def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        shapes = [
+            jax.tree.map(lambda s, x: jax.tree.map(lambda y: shape(y, s), x), spec, arg)
+            for arg, spec in zip(args, specs, strict=True)
+        ]
+        mapped = jax.shard_map(probe, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        jax.eval_shape(mapped, *shapes)
+
+    def check_local(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
         """Raises if the loss is already reduced over an axis (its gradient would be too)."""
+        axes = zero.axes
         wide = {axis for axis in axes if mesh.shape[axis] > 1}
         reduced: list[str] = []
 
         def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
             params = jax.tree.map(lambda x: coll.vary(x, axes), params)
             model_state = jax.tree.map(lambda x: coll.vary(x, axes), model_state)
+            params = layers.wrap(params, zero, self.compute_dtype)
             loss, _ = self(params, model_state, batch, rng)
             reduced.extend(wide - jax.typeof(loss).manual_axis_type.varying)
             return jnp.zeros(())
 
-        specs = (P(), P(), P(axes), P())
-
-        def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-        shapes = [
-            jax.tree.map(lambda x, spec=spec: shape(x, spec), arg)
-            for arg, spec in zip(args, specs, strict=True)
-        ]
         # Losses that do not trace with typed axes (a scan from a constant carry) run all
         # the same: the step itself does without types.
         with contextlib.suppress(Exception):
-            probe_map = jax.shard_map(probe, mesh=mesh, in_specs=specs, out_specs=P())
-            jax.eval_shape(probe_map, *shapes)
+            self._trace(probe, mesh, axes, *args)
         if reduced:
             raise ValueError(
                 f"loss_fn returns the same loss on every device of axis {reduced[0]!r}: it was "
@@ -134,7 +160,7 @@ class TrainStep:
         self._programs: dict[Any, tuple[Any, dict[str, int]]] = {}
         self._specs: TrainState | None = None
         self._phases: Phases | None = None
-        self._checked = False
+        self._traced = self._checked = False
         # The optimizer's step count returned last, and its value: known without asking the device.
         self._last: tuple[jax.Array, int] | None = None
         self._frozen = False
@@ -186,7 +212,12 @@ class TrainStep:
             expected: Any = jax.tree.structure(self._specs.opt_state)
             if jax.tree.structure(state.opt_state) != expected:
                 raise ValueError("state was not made by init with this tx; call init again.")
-        return shard_batch(batch, self._mesh, self._zero)
+        batch = shard_batch(batch, self._mesh, self._zero)
+        if not self._traced:
+            args = (state.params, state.model_state, batch, rng)
+            self._loss.find_layers(self._mesh, self._zero, *args)
+            self._traced = True
+        return batch
 
     def _next_phase(self, state: TrainState) -> tuple[int, Phase | None]:
         count = zero_states(state.opt_state)[0].step
@@ -214,7 +245,7 @@ class TrainStep:
         if key not in self._programs:
             if not self._checked:
                 args = (state.params, state.model_state, batch, rng)
-                self._loss.check_local(self._mesh, self._zero.axes, *args)
+                self._loss.check_local(self._mesh, self._zero, *args)
                 self._checked = True
             jitted = self._jit(phase, batch)
             traced = jitted.trace(state, batch, rng)
@@ -277,12 +308,15 @@ class TrainStep:
         self, state: TrainState, batch: Tree, rng: Any
     ) -> tuple[jax.Array, Tree, Tree, Tree]:
         """Local loss, gradients, model state and aux, over all micro-batches."""
-        differentiate = jax.value_and_grad(self._loss, has_aux=True)
+        params = layers.wrap(state.params, self._zero, self._loss.compute_dtype)
+
+        def differentiate(*args: Any) -> tuple[Any, Tree]:
+            out, grads = jax.value_and_grad(self._loss, has_aux=True)(params, *args)
+            return out, layers.unwrap(grads, state.params)
+
         k = self._accumulate
         if k == 1:
-            (loss, (model_state, aux)), grads = differentiate(
-                state.params, state.model_state, batch, rng
-            )
+            (loss, (model_state, aux)), grads = differentiate(state.model_state, batch, rng)
             return loss, grads, model_state, aux
 
         def split(path: Any, x: jax.Array) -> jax.Array:
@@ -299,11 +333,17 @@ class TrainStep:
             total, model_state = carry
             i, batch = xs
             key = None if rng is None else jax.random.fold_in(rng, i)
-            (loss, (model_state, aux)), grads = differentiate(state.params, model_state, batch, key)
+            (loss, (model_state, aux)), grads = differentiate(model_state, batch, key)
             total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32) / k, total, grads)
             return (total, model_state), (loss, aux)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        def zero(x: Any) -> Any:
+            if is_shard(x):
+                shape = layers.gradient_shape(x, self._zero)
+                return dataclasses.replace(x, value=jnp.zeros(shape, jnp.float32))
+            return jnp.zeros(x.shape, jnp.float32)
+
+        zeros = jax.tree.map(zero, state.params, is_leaf=is_shard)
         (grads, model_state), (losses, auxes) = lax.scan(
             add, (zeros, state.model_state), (jnp.arange(k), batches)
         )
@@ -427,12 +467,15 @@ def eval_step(
 
     @jax.jit
     def run(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
+        loss.find_layers(mesh, zero, params, model_state, batch, None)
+
         def body(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
+            params = layers.wrap(params, zero, loss.compute_dtype)
             value, (_, aux) = loss(params, model_state, batch, None)
             out = {"loss": lax.pmean(value, axes)}
             return {**out, "aux": _mean_over(aux, axes)} if has_aux else out
 
-        specs = (P(), P(), P(axes))
+        specs = (shard_specs(params), P(), P(axes))
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
         return mapped(params, model_state, batch)
 

@@ -12,7 +12,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layout import Layout
+from onebit_zero_jax.layers import (
+    gradient_shape,
+    join,
+    shard_params,
+    shard_shapes,
+    shard_specs,
+)
+from onebit_zero_jax.layout import Layout, is_shard
 from onebit_zero_jax.state import WORKER_FIELDS, Phases, zero_states
 from onebit_zero_jax.wire import depends_on_inputs
 
@@ -27,7 +34,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, calls of the train step so far (skipped updates included).
-      params: the user's tree, replicated.
+      params: the user's tree, replicated; at stage 3 with a :class:`Shard` in place of
+        each matrix (:func:`full_params` puts it together).
       opt_state: the optimizer's state; leaves that differ between devices are stacked
         along axis 0, which is sharded over the data-parallel axes: worker state in the
         order of the mesh, the chunks of owners in the order of ``zero.owner_axes``.
@@ -78,13 +86,15 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
-def _check_params(params: Tree, parts: int) -> None:
+def _check_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> None:
     if not jax.tree.leaves(params):
         raise ValueError("params is an empty tree: there is nothing to train.")
-    Layout.of(params, parts)
+    Layout.of(params, zero, mesh.shape)
 
 
-def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero: ZeroConfig) -> Any:
+def _opt_specs(
+    tx: optax.GradientTransformation, params: Tree, param_specs: Tree, mesh: Mesh, zero: ZeroConfig
+) -> Any:
     """PartitionSpecs of the optimizer state, read from the types of an abstract step.
 
     State that differs between devices after init or an update on local gradients is
@@ -95,8 +105,9 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
     found: list[Any] = []
 
     def spec(path: Any, before: jax.Array, after: Any) -> P:
-        varying = [t.manual_axis_type.varying for t in (jax.typeof(before), after)]
-        if not any(axes & v for v in varying):
+        types = (jax.typeof(before), after)
+        varying = axes & frozenset().union(*(t.manual_axis_type.varying for t in types))
+        if not varying:
             return P()
         if after.ndim == 0:
             raise ValueError(
@@ -107,20 +118,29 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
             )
         # Worker state follows the mesh, the owners' chunks their own order.
         worker = any(getattr(key, "name", "") in WORKER_FIELDS for key in path)
-        return P(zero.axes if worker else zero.owner_axes)
+        order = zero.axes if worker else zero.axes[::-1]
+        return P(tuple(a for a in order if a in varying))
+
+    def gradient_like(x: Any) -> Any:
+        if not is_shard(x):
+            return coll.vary(x, zero.axes)
+        value = jnp.zeros(gradient_shape(x, zero), x.value.dtype)
+        return dataclasses.replace(x, value=coll.vary(value, zero.axes))
 
     def probe(params: Tree) -> jax.Array:
         before = tx.init(params)
-        grads = jax.tree.map(lambda x: coll.vary(x, zero.axes), params)
+        grads = jax.tree.map(gradient_like, params, is_leaf=is_shard)
         program, out = jax.make_jaxpr(
             lambda grads: tx.update(grads, before, params, phase="dense"), return_shape=True
         )(grads)
         types = [v.aval for v in program.jaxpr.outvars]
         updates, after = jax.tree.unflatten(jax.tree.structure(out), types)
         computed = depends_on_inputs(program.jaxpr)
-        for (path, u), depends in zip(jax.tree.leaves_with_path(updates), computed, strict=False):
+        nodes = jax.tree.leaves_with_path(updates, is_leaf=is_shard)
+        for (path, u), depends in zip(nodes, computed, strict=False):
+            u, own = (u.value, set(u.over)) if is_shard(u) else (u, set())
             # Zeros made in the image of a gradient (optax.set_to_zero) have its type.
-            if depends and axes & u.manual_axis_type.varying:
+            if depends and (axes - own) & u.manual_axis_type.varying:
                 raise ValueError(
                     f"the update of parameter {jax.tree_util.keystr(path)} differs between "
                     "devices: it is made from the local gradient or from this device's chunk. "
@@ -131,9 +151,10 @@ def _opt_specs(tx: optax.GradientTransformation, params: Tree, mesh: Mesh, zero:
         found.append(jax.tree_util.tree_map_with_path(spec, before, after))
         return jnp.zeros(())
 
-    start = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": (param_specs,), "out_specs": P()}
+    start = jax.shard_map(tx.init, check_vma=False, **specs)
     check_tx(jax.eval_shape(start, params), zero)
-    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=P(), out_specs=P()), params)
+    jax.eval_shape(jax.shard_map(probe, **specs), params)
     return found[0]
 
 
@@ -219,11 +240,19 @@ def state_specs(
     model_state: Tree,
 ) -> TrainState:
     """PartitionSpecs of every array of the TrainState; checks all that can be checked."""
-    _check_params(params, check_mesh(mesh, zero))
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    opt_specs = _opt_specs(tx, params, mesh, zero)
-    replicated = [jax.tree.map(lambda x: P(), t) for t in (params, model_state)]
-    return TrainState(P(), replicated[0], opt_specs, replicated[1])  # type: ignore[arg-type]
+    check_mesh(mesh, zero)
+    params = shard_shapes(params, mesh, zero)
+    _check_params(params, mesh, zero)
+    specs = shard_specs(params)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+    params = jax.tree.map(place, params, specs)
+    opt_specs = _opt_specs(tx, params, specs, mesh, zero)
+    return TrainState(
+        P(),  # type: ignore[arg-type]
+        specs,
+        opt_specs,
+        jax.tree.map(lambda x: P(), model_state),
+    )
 
 
 def init(
@@ -262,11 +291,15 @@ def init(
     params, model_state = jax.tree.map(_as_array, (params, model_state))
     specs = state_specs(params, tx, mesh, zero, model_state)
     whole = NamedSharding(mesh, P())
-    # jit may hand its inputs through as outputs; a copy inside it never aliases them.
+    params = shard_params(params, mesh, zero)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=whole)
-    params, model_state = copy(jax.device_put((params, model_state), whole))
+    model_state = copy(jax.device_put(model_state, whole))
     start = jax.shard_map(
-        tx.init, mesh=mesh, in_specs=P(), out_specs=specs.opt_state, check_vma=False
+        tx.init,
+        mesh=mesh,
+        in_specs=(specs.params,),
+        out_specs=specs.opt_state,
+        check_vma=False,
     )
     step = jax.device_put(jnp.zeros((), jnp.int32), whole)
     return TrainState(step, params, jax.jit(start)(params), model_state)
@@ -283,8 +316,8 @@ def full_params(state: TrainState) -> Tree:
       state: from :func:`init` or a train step.
 
     Returns:
-      The tree given to :func:`init`, of replicated arrays. They are the next step's
-      input: a step that donates ``state`` consumes them; copy what must survive.
+      The tree given to :func:`init`, of replicated arrays. Below stage 3 they are the next
+      step's input: a step that donates ``state`` consumes them; copy what must survive.
 
     Example:
       >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
@@ -293,7 +326,12 @@ def full_params(state: TrainState) -> Tree:
       >>> full_params(state)["w"].sum().item()
       256.0
     """
-    return state.params
+    leaves = jax.tree.leaves(state.params, is_leaf=is_shard)
+    shards = [x.value for x in leaves if is_shard(x)]
+    if not shards:
+        return state.params
+    whole = NamedSharding(shards[0].sharding.mesh, P())
+    return jax.jit(join)(jax.jit(lambda x: x, out_shardings=whole)(state.params))
 
 
 def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:

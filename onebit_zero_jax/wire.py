@@ -1,13 +1,22 @@
 """Bytes that a traced program sends, read from the program itself."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
 
 # Named scopes of the legs; collectives outside of them count as "other".
-LEGS = ("fast_leg", "reduce_leg", "gather_leg", "dense_leaves", "weights", "metrics")
+LEGS = (
+    "layer_gather",
+    "fast_leg",
+    "reduce_leg",
+    "gather_leg",
+    "dense_leaves",
+    "weights",
+    "metrics",
+)
 
 
 def _sent(eqn: Any, sizes: dict[str, int]) -> float | None:
@@ -46,7 +55,9 @@ def _walk(jaxpr: Any, sizes: dict[str, int], scope: str, totals: dict[str, float
         stack = f"{scope}/{eqn.source_info.name_stack}"
         sent = _sent(eqn, sizes)
         if sent is not None:
-            leg = next((leg for leg in LEGS if leg in stack.split("/")), "other")
+            # The backward pass wraps scopes: "transpose(jvp(fast_leg))".
+            scopes = re.findall(r"\w+", stack)
+            leg = next((leg for leg in LEGS if leg in scopes), "other")
             totals[leg] = totals.get(leg, 0.0) + sent
             continue
         bodies = [b for v in eqn.params.values() for b in _inner(v)]

@@ -1,0 +1,329 @@
+"""Stage 3: parameters as shards, gathered for one layer at a time.
+
+``layer(fn)`` gathers the shards of a layer, runs it and drops them; the backward pass
+gathers them again, differentiates and drops them. What becomes of the gradient depends
+on the axes that parameters are sharded over. Over the fast axis: it is reduced over
+that axis and each device keeps the gradient of its shard. Over every axis: nothing is
+reduced, the local gradient comes out. Either way ``zero_shard`` sends codes of it over
+the slow axis when the backward pass is done.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from onebit_zero_jax import codec
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax.codec import Packed
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layout import Shard, is_compressed, is_shard, shard_axis
+
+P = jax.P
+Tree = Any
+
+# Primitives that copy or convert: cheap to run again, and parameters pass through them.
+_COPIES = frozenset(
+    {
+        *("all_gather", "all_gather_invariant", "bitcast_convert_type", "broadcast_in_dim"),
+        *("concatenate", "convert_element_type", "copy", "copy_p", "custom_vmap_call"),
+        *("dynamic_slice", "expand_dims", "pad", "reshape", "rev", "slice", "split"),
+        *("squeeze", "transpose"),
+    }
+)
+_marked: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("marked", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """How a shard is gathered, and what its gradient is.
+
+    Attributes:
+      axis, size, over: of the :class:`Shard`.
+      dtype: that the loss computes in.
+      bits: of a gathered value, see ``ZeroConfig.layer_bits``.
+      reduce: the gradient is the mean over ``over``, of the shard; else it is the local
+        gradient of the whole parameter, with the shards' padding.
+    """
+
+    axis: int
+    size: int
+    over: tuple[str, ...]
+    dtype: Any
+    bits: int | None
+    reduce: bool
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["how"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A shard inside a loss; ``slot`` (zeros) takes the local gradient where that is wanted."""
+
+    value: Any
+    slot: Any
+    how: _How
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(
+            f"a sharded parameter (shard of shape {self.value.shape}) was used outside layer(fn): "
+            "a loss that marks layers must use every sharded parameter inside of one."
+        )
+
+
+def _is_shard(x: Any) -> bool:
+    return isinstance(x, _Shard)
+
+
+def _whole(value: jax.Array, how: _How) -> jax.Array:
+    """The parameter in the loss's dtype, from every device's shard."""
+    axis, parts = value.ndim + how.axis, coll.axis_size(how.over)
+    with jax.named_scope("layer_gather"):
+        if how.bits == 8:
+            code, _ = codec.encode(codec.to_blocks(value), bits=8)
+            # One primitive, for the sake of _keeps.
+            decode = jax.custom_batching.sequential_vmap(lambda *code: codec.decode(Packed(*code)))
+            decoded = decode(*coll.broadcast(code, how.over))
+            shards = decoded.reshape(parts, -1)[:, : value.size].reshape(parts, *value.shape)
+        else:
+            wire = jnp.bfloat16 if how.bits == 16 else how.dtype
+            (shards,) = coll.broadcast([value.astype(wire)[None]], how.over)
+        shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
+        whole = jnp.moveaxis(shards, 0, axis).reshape(shape).astype(how.dtype)
+        return lax.slice_in_dim(whole, 0, how.size, axis=axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: _How, value: jax.Array, slot: Any) -> jax.Array:
+    return _whole(value, how)
+
+
+def _gather_fwd(how: _How, value: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
+    # An empty array tells the backward pass the dtype.
+    return _whole(value, how), jnp.zeros(0, value.dtype)
+
+
+def _gather_bwd(how: _How, like: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+    axis, parts = cotangent.ndim + how.axis, coll.axis_size(how.over)
+    padding = [(0, 0)] * cotangent.ndim
+    padding[axis] = (0, -how.size % parts)
+    local = jnp.pad(cotangent.astype(jnp.float32), padding)
+    if not how.reduce:
+        shape = list(local.shape)
+        shape[axis] //= parts
+        return jnp.zeros(shape, like.dtype), local
+    with jax.named_scope("fast_leg"):
+        (name,) = how.over
+        mean = lax.psum_scatter(local, name, scatter_dimension=axis, tiled=True) / parts
+    return mean.astype(like.dtype), None
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def gather(tree: Tree) -> Tree:
+    """``tree`` with the whole parameter in place of each shard, inside a loss."""
+
+    def whole(x: Any) -> Any:
+        if not _is_shard(x):
+            return x
+        return _gather(x.how, x.value, x.slot)
+
+    return jax.tree.map(whole, tree, is_leaf=_is_shard)
+
+
+def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer of a loss whose parameters stage 3 gathers for this layer alone.
+
+    ``layer(fn)(params, *args)`` is ``fn(params, *args)``. At stage 3 the parameters are
+    gathered before ``fn`` runs and dropped after it, in the forward and in the
+    backward pass: ``fn`` keeps its activations for the backward pass but not its
+    parameters. Below stage 3 it changes nothing. It goes into Python loops, into ``lax.scan``
+    over stacked layers (leading axes of a leaf may be sliced off, but for the axis that
+    is sharded) and under ``jax.checkpoint``.
+
+    A loss that marks layers uses every matrix inside of one; vectors and small leaves
+    are replicated and may be used anywhere. Gather tied parameters once: use both
+    of their places in one layer, or pay a gather for each.
+
+    Args:
+      fn: ``fn(params, *args, **kwargs)``, with ``params`` any tree.
+
+    Returns:
+      A function of the same arguments, ``params`` with or without shards.
+
+    Example:
+      >>> block = layer(lambda p, x: jnp.tanh(x @ p["w"]))
+      >>> block({"w": jnp.zeros((2, 2))}, jnp.ones((1, 2))).tolist()
+      [[0.0, 0.0]]
+
+    Source: ZeRO stage 3 (Rajbhandari et al. 2020).
+    """
+
+    @functools.wraps(fn)
+    def run(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        marked = _marked.get()
+        if marked is not None:
+            marked.append(True)
+        if not any(map(_is_shard, jax.tree.leaves(params, is_leaf=_is_shard))):
+            return fn(params, *args, **kwargs)
+        inside = jax.checkpoint(lambda p: fn(gather(p), *args, **kwargs), policy=_keeps)
+        return inside(params)
+
+    return run
+
+
+def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What the backward pass finds again: results of arithmetic, no parameters and no copies."""
+    return primitive.name not in _COPIES
+
+
+@contextlib.contextmanager
+def marked_layers() -> Iterator[list[bool]]:
+    """Collects one entry for every call of a marked layer while a loss is traced."""
+    calls: list[bool] = []
+    token = _marked.set(calls)
+    try:
+        yield calls
+    finally:
+        _marked.reset(token)
+
+
+def wrap(params: Tree, zero: ZeroConfig, dtype: Any) -> Tree:
+    """Parameters of a :class:`TrainState` as a loss is differentiated by, in ``shard_map``.
+
+    Args:
+      params: as one device holds them.
+      zero: the configuration.
+      dtype: that the loss computes in; None for the parameters' own.
+    """
+
+    def put(x: Any) -> Any:
+        if not is_shard(x):
+            return x
+        how = _How(x.axis, x.size, x.over, dtype or x.value.dtype, zero.layer_bits, not zero.flat)
+        slot = jnp.zeros(gradient_shape(x, zero), jnp.float32) if zero.flat else None
+        return _Shard(x.value, slot, how)
+
+    return jax.tree.map(put, params, is_leaf=is_shard)
+
+
+def into_loss(params: Tree, dtype: Any, layered: bool) -> Tree:
+    """What a loss takes, from :func:`wrap`'s: floats in ``dtype``, all gathered or by layers."""
+    if dtype is not None:
+        cast = lambda x: x if _is_shard(x) else x.astype(dtype)
+        params = jax.tree.map(cast, params, is_leaf=_is_shard)
+    if layered or not any(map(_is_shard, jax.tree.leaves(params, is_leaf=_is_shard))):
+        return params
+    return gather(params)
+
+
+def unwrap(grads: Tree, params: Tree) -> Tree:
+    """Gradients by what :func:`wrap` returned, as ``zero_shard`` takes them."""
+
+    def take(x: Any, g: Any) -> Any:
+        if not is_shard(x):
+            return g
+        return dataclasses.replace(x, value=g.value if g.slot is None else g.slot)
+
+    return jax.tree.map(take, params, grads, is_leaf=is_shard)
+
+
+def gradient_shape(shard: Shard, zero: ZeroConfig) -> tuple[int, ...]:
+    """Shape of the gradient that ``zero_shard`` takes for a shard."""
+    shape = list(shard.value.shape)
+    if zero.flat:
+        shape[shard.axis] *= coll.axis_size(shard.over)
+    return tuple(shape)
+
+
+# ---------------------------------------------------------------- the user's tree
+
+
+def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
+    """Parameters on the mesh as stage 3 keeps them; below stage 3 replicated.
+
+    Args:
+      params: the user's tree of arrays.
+      mesh, zero: as in :func:`onebit_zero_jax.init`.
+
+    Returns:
+      The tree, copied, with a :class:`Shard` in place of each matrix that is large enough.
+
+    Example:
+      >>> mesh, zero = jax.make_mesh((8,), ("data",)), ZeroConfig(stage=3)
+      >>> shards = shard_params({"w": np.ones((16, 60)), "b": np.ones(60)}, mesh, zero)
+      >>> shards["w"].value.shape, shards["w"].value.sharding.spec, shards["b"].shape
+      ((16, 64), P(None, 'data'), (60,))
+    """
+    shapes = shard_shapes(params, mesh, zero)
+    specs = shard_specs(shapes)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    whole = NamedSharding(mesh, P())
+
+    def cut(params: Tree) -> Tree:
+        def one(like: Any, x: jax.Array) -> Any:
+            if not is_shard(like):
+                return jnp.copy(x)
+            padding = [(0, want - have) for want, have in zip(like.value.shape, x.shape)]
+            return dataclasses.replace(like, value=jnp.pad(x, padding))
+
+        return jax.tree.map(one, shapes, params, is_leaf=is_shard)
+
+    # jit may hand its inputs through as outputs; a copy inside it never aliases them.
+    return jax.jit(cut, out_shardings=shardings)(jax.device_put(params, whole))
+
+
+def shard_shapes(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
+    """The tree of :func:`shard_params` in ShapeDtypeStructs; shards may be cut already."""
+    devices = int(np.prod([mesh.shape[a] for a in zero.axes]))
+    shards = int(np.prod([mesh.shape[a] for a in zero.over]))
+
+    def one(x: Any) -> Any:
+        if is_shard(x):
+            return dataclasses.replace(x, value=jax.ShapeDtypeStruct(x.value.shape, x.value.dtype))
+        if not hasattr(x, "dtype"):
+            return x  # for Layout.of to refuse
+        like = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
+        if zero.stage < 3 or not is_compressed(like.shape, devices):
+            return like
+        axis = shard_axis(like.shape, shards)
+        shape = list(like.shape)
+        shape[axis] += -shape[axis] % shards
+        padded = jax.ShapeDtypeStruct(tuple(shape), like.dtype)
+        return Shard(padded, axis, like.shape[axis], zero.over)
+
+    return jax.tree.map(one, params, is_leaf=is_shard)
+
+
+def shard_specs(params: Tree) -> Tree:
+    """PartitionSpecs of parameters as a TrainState keeps them."""
+
+    def one(x: Any) -> Any:
+        if not is_shard(x):
+            return P()
+        over = x.over if len(x.over) > 1 else x.over[0]
+        spec = [None] * (len(x.value.shape) + x.axis) + [over]
+        return dataclasses.replace(x, value=P(*spec))
+
+    return jax.tree.map(one, params, is_leaf=is_shard)
+
+
+def join(params: Tree) -> Tree:
+    """Inverse of :func:`shard_params` on global arrays: shards without their padding."""
+
+    def one(x: Any) -> Any:
+        if not is_shard(x):
+            return x
+        return lax.slice_in_dim(x.value, 0, x.size, axis=x.value.ndim + x.axis)
+
+    return jax.tree.map(one, params, is_leaf=is_shard)
