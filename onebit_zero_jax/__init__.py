@@ -8,6 +8,9 @@ from onebit_zero_jax.collectives import compressed_all_gather as compressed_all_
 from onebit_zero_jax.collectives import compressed_all_reduce as compressed_all_reduce
 from onebit_zero_jax.collectives import compressed_reduce_scatter as compressed_reduce_scatter
 from onebit_zero_jax.config import ZeroConfig as ZeroConfig
+from onebit_zero_jax.report import WireReport as WireReport
+from onebit_zero_jax.report import assert_compressed as assert_compressed
+from onebit_zero_jax.report import wire_report as wire_report
 from onebit_zero_jax.shard import zero_shard as zero_shard
 from onebit_zero_jax.state import ZeroState as ZeroState
 from onebit_zero_jax.train import eval_step as eval_step
