@@ -288,7 +288,7 @@ def assert_compressed(
         raise ValueError("max_bits needs wire_report(..., parameters=...).")
     if phase is not None:
         report = report.in_phase(phase)
-    for name, taken in {"": report, **report.branches}.items():
+    for name, taken in (report.branches or {"": report}).items():
         _assert_compressed(taken._heaviest(), axis, max_other, max_bits, name)
 
 

@@ -133,7 +133,7 @@ class _Devices:
         # Without devices that know their slice: leading mesh axes go over slices.
         slices: list[Any] = [i // program for i in range(count)]
         ids = list(range(count))
-        if sliced and isinstance(mesh, Mesh):
+        if sliced and not isinstance(mesh, AbstractMesh):
             found = [getattr(d, "slice_index", None) for d in mesh.devices.flat]
             if None not in found and len(set(found)) == count // program:
                 slices, ids = found, [d.id for d in mesh.devices.flat]
