@@ -213,7 +213,8 @@ def wire_report(compiled: Any, mesh: Mesh | AbstractMesh, parameters: Any = None
         notation of device groups.
 
     Example:
-      >>> mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((4,), ("data",), auto, devices=jax.devices()[:4])
       >>> f = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
       ...     in_specs=jax.P("data"), out_specs=jax.P())
       >>> report = wire_report(jax.jit(f).lower(jax.numpy.ones(16)).compile(), mesh)

@@ -52,15 +52,15 @@ def alone(tx, params, steps):
 
 
 def test_multi_steps_in_own_shard_map():
-    """Two micro-batches, one update and one set of collectives."""
+    """Two micro-batches make one update, but each of them sends."""
     tx, params = onebit_adam(0.1, zero=PARAMS, warmup_steps=3), make_params()
     every = optax.MultiSteps(tx, every_k_schedule=2)
     multi, text = run(training(every, params, 12, check_vma=False), params)
     assert_close(jax.tree.map(lambda m: m[1::2], multi), train(tx, params, 6), rtol=1e-6)
     assert_equal(*(jax.tree.map(lambda m, i=i: m[i:-1:2], multi) for i in (1, 2)))
+    # optax runs the inner update on every micro-batch and throws all but the k-th away.
     found = wire_report(text, mesh_of()).collectives
-    assert found
-    assert all(c.branch for c in found)
+    assert {c.calls for c in found} == {12}
 
 
 def test_multi_steps_with_typed_axes():

@@ -61,7 +61,7 @@ def shapes(tree: Any, mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(shape, tree, specs)
 
 
-def optimizer_step(devices: Any) -> str:
+def optimizer_step(devices: Any) -> Any:
     """Stage 1 under ``lax.cond``: the program holds both phases."""
     mesh = mesh_of(devices, (len(devices),), ("data",))
     zero = ob.ZeroConfig(stage=1)
@@ -100,7 +100,7 @@ def optimizer_step(devices: Any) -> str:
     return jax.jit(mapped).lower(*args).compile().as_text()
 
 
-def two_speed(devices: Any) -> str:
+def two_speed(devices: Any) -> Any:
     """Collectives over the slow axis, and over it and a fast one, on a mesh of three axes."""
     mesh = mesh_of(devices, (2, 4, 2), ("slow", "a", "b"))
 
@@ -124,7 +124,7 @@ def two_speed(devices: Any) -> str:
     return jax.jit(mapped).lower(x).compile().as_text()
 
 
-def fused(devices: Any) -> str:
+def fused(devices: Any) -> Any:
     """TPU's asynchronous fusions and fused all-reduce-scatter, a loop, a permutation."""
     mesh = mesh_of(devices, (2, 4), ("data", "model"))
 
@@ -156,7 +156,7 @@ def fused(devices: Any) -> str:
         shapes(jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16), mesh, data),
         shapes(jax.ShapeDtypeStruct((2048, 4096), jnp.float32), mesh, whole),
     )
-    options = {
+    options: dict[str, str | bool] = {
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
         "xla_tpu_overlap_compute_collective_tc": True,
@@ -226,10 +226,10 @@ def trim(text: str) -> str:
     out, current = [], None
     for line in text.splitlines():
         if line.startswith("HloModule"):
-            name = line.split(",")[0]
+            title = line.split(",")[0]
             partitions = re.search(r"num_partitions=\d+", line)
             assert partitions
-            out.append(f"{name}, is_scheduled=true, {partitions[0]}")
+            out.append(f"{title}, is_scheduled=true, {partitions[0]}")
             assert module.scheduled
         header = re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)
         if header and header[2] in kept:
