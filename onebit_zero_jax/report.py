@@ -188,10 +188,12 @@ def wire_report(compiled: Any, mesh: Mesh | AbstractMesh, parameters: Any = None
         all-gather (p - 1)/p of the result    reduce-scatter, all-to-all (p - 1)/p of the operand
         all-reduce 2 (p - 1)/p                collective-permute          all of it
 
-    A group that spans several mesh axes is taken as a ring in the mesh's row-major
-    order, leading axes outermost, so of the bytes of a ring over (slow, fast) the share
-    1/fast crosses the slow axis; an all-to-all crosses an axis with the pairs that differ
-    along it. Put the slow axis first in the mesh.
+    A collective over several mesh axes is counted as if done axis by axis, the fast ones
+    within the slow ones: every byte crosses the outermost axis along which sender and
+    receiver differ. An all-gather over (slow, fast) sends ``slow - 1`` chunks across the slow
+    axis and ``slow (fast - 1)`` across the fast one. Mesh axes are taken as ordered from slow
+    to fast. XLA works so between TPU slices; one plain ring over hosts sends up to twice that
+    over the slow axis.
 
     Collectives in loops count times the trip count; both branches of a conditional are
     reported apart, and totals take the heavier one. A start and its done are one

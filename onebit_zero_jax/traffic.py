@@ -170,19 +170,29 @@ class _Devices:
         inner = math.prod(self.axes[a] for a in names[names.index(axis) + 1 :])
         return place // inner % self.axes[axis]
 
-    def share(self, op: str, groups: list[tuple[int, ...]], axis: str) -> float:
-        """Share of a device's bytes that crosses an axis (that of the group with most)."""
-
-        def of(group: tuple[int, ...]) -> float:
-            at = [self.coordinate(i, axis) for i in sorted(group)]
-            if op == "collective-permute":
-                return float(at[0] != at[1])
-            if "all-to-all" in op:
-                p = len(at)
-                return sum(a != b for a in at for b in at) / (p * (p - 1))
-            return sum(a != b for a, b in zip(at, at[1:] + at[:1], strict=True)) / len(at)
-
-        return max((of(g) for g in groups if len(g) > 1), default=0.0)
+    def shares(self, op: str, groups: list[tuple[int, ...]]) -> dict[str, float]:
+        """Share of a device's bytes that crosses each axis (in the group where it is most)."""
+        out = dict.fromkeys(self.axes, 0.0)
+        for group in groups:
+            if len(group) == 1:
+                continue
+            prefixes = [
+                {tuple(self.coordinate(i, a) for a in list(self.axes)[:k]) for i in group}
+                for k in range(len(self.axes) + 1)
+            ]
+            p, before = len(group), 1
+            for axis, prefix in zip(self.axes, prefixes[1:], strict=True):
+                now = len(prefix)
+                if op == "collective-permute":
+                    part = float(before == 1 and now == 2)
+                elif "all-to-all" in op:
+                    # Peers that share the outer coordinates and differ in this one.
+                    part = (p / before - p / now) / (p - 1)
+                else:
+                    part = (now - before) / (p - 1)
+                out[axis] = max(out[axis], part)
+                before = now
+        return {axis: share for axis, share in out.items() if share}
 
 
 def _factor(op: str, p: int) -> float:
@@ -345,7 +355,7 @@ class _Reader:
             factor = 1 if op == "collective-permute" else factor
         else:
             factor = _factor(op, p)
-        shares = {a: self.devices.share(op, groups, a) for a in self.devices.axes}
+        shares = self.devices.shares(op, groups)
         legs, phase, inferred = self._scopes(body, x, inner, op)
         if len(legs) != len(arrays):
             legs = ["+".join(dict.fromkeys(legs))] * len(arrays)
@@ -362,7 +372,7 @@ class _Reader:
                     size=sum(a.size for a in of),
                     group=p,
                     sent=sent,
-                    across={a: sent * share for a, share in shares.items() if share},
+                    across={a: sent * share for a, share in shares.items()},
                     leg=leg,
                     leg_inferred=inferred,
                     phase=phase,

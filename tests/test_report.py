@@ -103,24 +103,24 @@ IDS = "channel_id=1, use_global_device_ids=true, "
             64,
             {"slow": 64},
         ),
-        # A ring over both: 2 of 8 hops change the slow coordinate, all of them the fast one.
+        # Over both: of 7 chunks, 1 crosses the slow axis and 2 x 3 the fast one.
         (
             f"%r = f32[16] all-reduce(%x), {IDS}replica_groups=[1,8]<=[8]",
             112,
-            {"slow": 28, "fast": 112},
+            {"slow": 16, "fast": 96},
         ),
-        # The group's order is that of the chunks, not of the ring.
+        # The order within the group is that of the chunks.
         (
             f"%r = u8[64] all-gather(%x), {IDS}replica_groups=[1,8]<=[2,4]T(1,0)",
             56,
-            {"slow": 14, "fast": 56},
+            {"slow": 8, "fast": 48},
         ),
         (f"%r = f32[16] reduce-scatter(%x), {IDS}replica_groups=[2,4]<=[8]", 192, {"fast": 192}),
-        # Pieces to 7 others; 4 of them lie across the slow axis, 6 across the fast one.
+        # Pieces to 7 others; 4 of them lie across the slow axis.
         (
             "%r = u8[8,7] all-to-all(%x), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}",
             49,
-            {"slow": 28, "fast": 42},
+            {"slow": 28, "fast": 21},
         ),
         (
             "%r = (u8[1,7], u8[1,7]) all-to-all(%x, %y), channel_id=1, "
@@ -135,11 +135,11 @@ IDS = "channel_id=1, use_global_device_ids=true, "
             {"slow": 16, "fast": 16},
         ),
         # Over replicas, all partitions together; and over all devices by default.
-        (f"%r = f32[16] all-reduce(%x), {IDS}replica_groups={{}}", 112, {"slow": 28, "fast": 112}),
+        (f"%r = f32[16] all-reduce(%x), {IDS}replica_groups={{}}", 112, {"slow": 16, "fast": 96}),
         (
             "%r = f32[16] all-reduce(%x), channel_id=1, replica_groups={{0}}",
             112,
-            {"slow": 28, "fast": 112},
+            {"slow": 16, "fast": 96},
         ),
     ],
 )
@@ -295,9 +295,9 @@ def test_tpu_two_speed_axes():
         ("all-gather", ("slow",), 64 * 128),
         ("all-reduce", ("slow",), 128 * 4),
     ]
-    # Of 3 peers in a group of slow x b, 2 are across slow and 2 across b.
+    # Of 3 peers in a group of slow x b, 2 are across slow.
     joint = report.collectives[2]
-    assert joint.across == pytest.approx({"slow": joint.sent * 2 / 3, "b": joint.sent * 2 / 3})
+    assert joint.across == pytest.approx({"slow": joint.sent * 2 / 3, "b": joint.sent / 3})
     inside = [(c.op, tuple(c.across), c.sent) for c in report.collectives if not c.between_slices]
     assert inside == [("all-reduce", ("b",), 512), ("all-gather", ("b",), 64 * 128 * 2)]
     assert report.sent("a") == 0
@@ -394,8 +394,9 @@ def test_branches_and_phases(loops):
     assert loops.sent() == rest + 48
     assert loops.in_phase("compressed").sent() == rest + 4
     assert sorted(r.sent() for r in loops.branches.values()) == [rest + 4, rest + 48]
-    # A ring of 4 crosses the slow axis on half its hops.
-    assert loops.sent("slow") == 5 * 32 + 32 + 24
+    # One of three chunks of the dense step's all-reduce crosses the slow axis.
+    assert loops.sent("slow") == 5 * 32 + 32 + 48 / 3
+    assert loops.sent("slow") + loops.sent("fast") == loops.sent()
     assert loops.bits_per_parameter("slow") == 8 * loops.sent("slow") / 16
 
 
