@@ -8,6 +8,8 @@ from onebit_zero_jax.collectives import compressed_all_gather as compressed_all_
 from onebit_zero_jax.collectives import compressed_all_reduce as compressed_all_reduce
 from onebit_zero_jax.collectives import compressed_reduce_scatter as compressed_reduce_scatter
 from onebit_zero_jax.config import ZeroConfig as ZeroConfig
+from onebit_zero_jax.plan import Plan as Plan
+from onebit_zero_jax.plan import plan as plan
 from onebit_zero_jax.report import WireReport as WireReport
 from onebit_zero_jax.report import assert_compressed as assert_compressed
 from onebit_zero_jax.report import wire_report as wire_report
