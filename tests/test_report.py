@@ -231,6 +231,31 @@ ENTRY %main (a: f32[4]) -> f32[2] {
     )
 
 
+@pytest.mark.parametrize("names, numbers", [(("", ""), [1, 0]), (("0", "1"), [0, 1])])
+def test_branches_have_the_numbers_of_jax(names, numbers):
+    """Those of the name stack if it has any, in case XLA turned the predicate round."""
+
+    def branch(name, number):
+        scope = f"cond/branch_{number}_fun/" if number else ""
+        return f"""
+%{name} (p: f32[4]) -> f32[4] {{
+  %p = f32[4] parameter(0)
+  ROOT %r = f32[4] all-reduce(%p), {IDS}replica_groups=[1,2]<=[2], metadata={{op_name="{scope}x"}}
+}}
+"""
+
+    text = f"""HloModule f, is_scheduled=true, num_partitions=2
+{branch("first", names[0])}{branch("second", names[1])}
+ENTRY %main (c: pred[], a: f32[4]) -> f32[4] {{
+  %c = pred[] parameter(0)
+  %a = f32[4] parameter(1)
+  ROOT %if = f32[4] conditional(%c, %a, %a), true_computation=%first, false_computation=%second
+}}
+"""
+    found = wire_report(text, abstract({"data": 2})).collectives
+    assert [c.branch for c in found] == [(("if", n),) for n in numbers]
+
+
 # ---------------------------------------------------------------- TPU and GPU
 
 
@@ -258,7 +283,7 @@ def test_gpu_step():
     for leg in (("all-to-all", "u8", "reduce", 0), ("all-gather", "u8", "gather", 0)):
         assert by_row[leg].sent == 7 * code
     assert by_row["reduce-scatter", "f32", "reduce", 1].sent == 7 * 2048 * 4
-    # XLA turned the predicate: branch numbers are JAX's, 1 the dense step.
+    # Branch 1 is the dense step.
     dense, compressed = (
         report.branches[f"{c.branch[0][0]}/{i}"] for c in report.collectives[1:2] for i in (1, 0)
     )
