@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from onebit_zero_jax import codec
@@ -118,8 +119,9 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
             means = jax.eval_shape(codec.mean_factors, shape)
             weights += 4 * sum(math.prod(m.shape) for m in means)
     small = sum(leaf.size for leaf in layout.leaves if not leaf.compressed)
-    out = {
-        "reduce": {"slow": reduce_slow, "fast": reduce_fast},
+    out = {"fast": {"slow": 0.0, "fast": reduce_fast}} if f > 1 else {}
+    out |= {
+        "reduce": {"slow": reduce_slow, "fast": 0.0},
         "gather": {"slow": (s - 1) * gathered, "fast": (f - 1) * s * gathered},
         "dense_leaves": mesh.all_reduce(4 * (small + len(layout.leaves))),
         "weights": mesh.all_reduce(weights),
@@ -151,8 +153,8 @@ def baseline(count: int, mesh: Mesh) -> Bytes:
 
 def memory(tree: Any, layout: Layout, zero: ZeroConfig, mesh: Mesh) -> dict[str, float]:
     """Bytes of the package's own state, on one device."""
-    n = mesh.size
-    abstract: Any = AbstractMesh((n,), ("data",))
+    sizes = dict(zip(zero.axes, (mesh.slow, mesh.fast), strict=False))
+    abstract: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     tx = onebit_adamw(1e-3, zero=zero)
     specs: Any = state_specs(tree, tx, abstract, zero, None).opt_state
     start = jax.shard_map(
@@ -165,10 +167,9 @@ def memory(tree: Any, layout: Layout, zero: ZeroConfig, mesh: Mesh) -> dict[str,
 
     def add(item: str, arrays: Any, where: Any) -> None:
         for x, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(where), strict=True):
-            here = math.prod(x.shape) * x.dtype.itemsize / (n if any(spec) else 1)
-            if item.startswith("worker"):
-                # Over (slow, fast) a device holds a worker's values of its fast part alone.
-                here *= mesh.slow / n
+            names = [name for part in spec if part for name in np.ravel(part)]
+            parts = math.prod(sizes[name] for name in names)
+            here = math.prod(x.shape) * x.dtype.itemsize / parts
             out[item] = out.get(item, 0.0) + here
 
     states = layout.flatten(state.leaves, "the state")

@@ -78,6 +78,7 @@ def plan(
     if type(stage) is not int or not 0 <= stage <= 3:
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}.")
     zero = ZeroConfig(
+        axis_name="slow" if fast == 1 else ("slow", "fast"),
         stage=min(stage, 2),
         gather=gather,
         gather_bits=gather_bits,
@@ -111,7 +112,7 @@ def plan(
         raise ValueError("flops needs tokens: compute is 6 parameters tokens / (devices flops).")
 
     tree = formulas.tree_of(params, param_dtype)
-    layout = Layout.of(tree, n)
+    layout = Layout.of(tree, slow, fast)
     count = sum(leaf.size for leaf in layout.leaves)
     mesh = Mesh(slow, fast, flat=stage == 3 and fast == 1, sharded=stage == 3)
     dense_steps = sum(Phases(warmup_steps, refresh).is_dense(t) for t in range(steps))

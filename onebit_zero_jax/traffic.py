@@ -32,9 +32,9 @@ _REACH = 8
 _LEGS_OF = {
     "all-gather": {"gather"},
     "all-to-all": {"reduce"},
-    "reduce-scatter": {"reduce"},
-    "all-reduce": {"reduce", "dense_leaves", "weights", "metrics"},
-    "collective-permute": {"reduce"},  # what XLA adds to a reduce-scatter of odd size
+    "reduce-scatter": {"fast", "reduce"},
+    "all-reduce": {"fast", "reduce", "dense_leaves", "weights", "metrics"},
+    "collective-permute": {"fast", "reduce"},  # what XLA adds to a reduce-scatter of odd size
 }
 
 
@@ -51,8 +51,9 @@ class Collective:
       group: devices that take part together.
       sent: bytes that a device sends per call.
       across: of these, the bytes that cross each mesh axis; axes not crossed are left out.
-      leg: ``"reduce"``, ``"gather"``, ``"dense_leaves"``, ``"weights"``, ``"metrics"``,
-        several joined by ``+`` where XLA merged them beyond telling apart, or ``"other"``.
+      leg: ``"fast"`` (the full reduction over the fast axis), ``"reduce"``, ``"gather"``,
+        ``"dense_leaves"``, ``"weights"``, ``"metrics"``, several joined by ``+`` where XLA
+        merged them beyond telling apart, or ``"other"``.
       leg_inferred: XLA dropped the name; the leg is that of the nearest instruction with one.
       phase: ``"dense"``, ``"compressed"``, or None where the program does not say.
       branch: conditionals around it: name of the conditional, number of the branch.

@@ -11,18 +11,12 @@ from jax.sharding import AxisType
 
 from onebit_zero_jax import ZeroConfig, cli, init, onebit_adam, plan, train_step, wire_report
 
-PARTS = 4
 # Whole blocks; narrow ones with padding; dense leaves of three kinds.
 SHAPES = {"big": (64, 128), "odd": (30, 50), "vector": (7,), "scalar": (), "small": (5, 8)}
-BATCH = np.ones((2 * PARTS, 3), np.float32)
+BATCH = np.ones((8, 3), np.float32)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def make_params(dtype=jnp.float32):
@@ -35,9 +29,12 @@ def loss_fn(params, batch):
     )
 
 
-def step_of(options, dtype=jnp.float32):
-    mesh = jax.make_mesh((PARTS,), ("data",), (AxisType.Auto,), devices=jax.devices()[:PARTS])
-    zero = ZeroConfig(**options)
+def step_of(axes, options, dtype=jnp.float32):
+    shape = axes if isinstance(axes, tuple) else (axes,)
+    names = ("slow", "fast")[: len(shape)]
+    kinds = (AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(shape, names, kinds, devices=jax.devices()[: math.prod(shape)])
+    zero = ZeroConfig(axis_name=names, **options)
     tx = onebit_adam(1e-3, zero=zero, warmup_steps=1)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), make_params(dtype))
     state = init(zeros, tx, mesh, zero)
@@ -52,25 +49,29 @@ def nonzero(legs):
 
 
 @pytest.mark.parametrize(
-    "options, dtype",
+    "axes, options, phase, dtype",
     [
-        ({"stage": 0}, jnp.float32),
-        ({"stage": 1}, jnp.float32),
-        ({"stage": 2}, jnp.float32),
-        ({"stage": 2, "gather_bits": "dense", "momentum_dtype": "bfloat16"}, jnp.bfloat16),
+        (4, {"stage": 0}, "compressed", jnp.float32),
+        ((2, 2), {"stage": 1}, "compressed", jnp.float32),
+        ((2, 2), {"stage": 1}, "dense", jnp.float32),
+        ((4, 2), {"stage": 2}, "compressed", jnp.float32),
+        ((2, 2), {"stage": 2}, "dense", jnp.float32),
+        (4, {"gather_bits": "dense", "momentum_dtype": "bfloat16"}, "compressed", jnp.bfloat16),
     ],
-    ids=["0", "1", "2", "2-dense"],
+    ids=str,
 )
-def test_bytes_and_memory_of_compiled_steps(options, dtype):
-    step, state, mesh = step_of(options, dtype)
-    found = plan(make_params(dtype), PARTS, **options)
-    compiled = step.lower(state, BATCH, phase="compressed").compile()
+def test_bytes_and_memory_of_compiled_steps(axes, options, phase, dtype):
+    step, state, mesh = step_of(axes, options, dtype)
+    found = plan(make_params(dtype), axes, **options)
+    compiled = step.lower(state, BATCH, phase=phase).compile()
     report = wire_report(compiled, mesh, make_params(dtype))
-    ours = {leg: by_axis["slow"] for leg, by_axis in found.wire["compressed"].items()}
-    assert nonzero(ours) == pytest.approx(nonzero(report.legs("data")))
-    assert found.bits["compressed"] == pytest.approx(report.bits_per_parameter("data"))
+    kind = {"dense": "dense step"}.get(phase, phase)
+    for axis in mesh.axis_names:
+        ours = {leg: by_axis[axis] for leg, by_axis in found.wire[kind].items()}
+        assert nonzero(ours) == pytest.approx(nonzero(report.legs(axis)))
+    assert found.bits[kind] == pytest.approx(report.bits_per_parameter("slow"))
     memory = compiled.memory_analysis()
-    batch = BATCH.nbytes // PARTS
+    batch = BATCH.nbytes // found.slow // found.fast
     # Arguments: the state, the batch, the train step's own count.
     assert sum(found.memory.values()) + batch + 4 == memory.argument_size_in_bytes
 
@@ -88,8 +89,8 @@ CONFIGS = [
 @pytest.mark.parametrize("options", CONFIGS, ids=str)
 def test_bytes_and_memory_of_other_configurations(options):
     """Traced bytes are those of the compiled program (test_wire); memory is the state's."""
-    step, state, _ = step_of(options)
-    found = plan(make_params(), PARTS, **options)
+    step, state, _ = step_of(4, options)
+    found = plan(make_params(), 4, **options)
     for kind, phase in (("compressed", "compressed"), ("dense step", "dense")):
         sent = step.bytes_sent(state, BATCH, phase=phase)
         ours = {leg: round(by_axis["slow"]) for leg, by_axis in found.wire[kind].items()}

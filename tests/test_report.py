@@ -472,6 +472,14 @@ def test_transformation_alone(optimizer):
     assert dense.sent("data") == ring * (8 + n * 4 + 2 * 576 * 4 + n * 5 / 8 + n / 1024 * 4)
 
 
+def test_example_of_the_docs(capsys):
+    """docs/wire.md runs, and prints what it says it prints."""
+    text = (DATA.parent.parent / "docs" / "wire.md").read_text()
+    code, printed = text.split("```python\n")[1].split("```")[0], text.split("```\n")[2]
+    exec(compile(code, "docs/wire.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 # ---------------------------------------------------------------- the check for users' tests
 
 
