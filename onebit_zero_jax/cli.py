@@ -1,4 +1,4 @@
-"""Console script ``onebit-zero``: plans a run."""
+"""Console script ``onebit-zero``: plans a run, compiles it for a pod."""
 
 import argparse
 import json
@@ -69,7 +69,43 @@ def _parser() -> argparse.ArgumentParser:
     add("--coding-ms", type=float, help="measured time of coding (default: estimated)")
     add("--json", action="store_true", help="print JSON")
     add("--chart", type=pathlib.Path, help="write a chart: .png, .svg or .pdf")
+    c = commands.add_parser(
+        "compile",
+        help="compile the train step of a transformer for a pod that is not here",
+        description="Compiles the train step of a scanned transformer ahead of time and prints "
+        "the wire report, memory and compile time. Needs libtpu, or jax[cuda12]; no chip.",
+    )
+    add = c.add_argument
+    add("--target", required=True, help="tpu:v5e:16x16 (one slice), gpu:h100:HOSTSxGPUS")
+    add("--slices", type=int, default=1, help="TPU slices (default 1)")
+    add("--model", default="1b", help="10m, 100m, 1b or 7b (default 1b)")
+    add("--phase", choices=("compressed", "dense"), default="compressed")
+    add("--stage", type=int, default=2, help="0 to 2 (default 2)")
+    add("--gather", help="params or momentum (default: the stage's)")
+    add("--gather-bits", type=_bits, help="1, 2, 3, 4, 8 or dense (default: 4 or 1)")
+    add("--error-dtype", default="float32", help="float32, bfloat16 or int8")
+    add("--momentum-dtype", default="float32", help="float32 or bfloat16")
+    add("--sequences", type=int, default=1, help="sequences per device (default 1)")
+    add("--length", type=int, default=1024, help="tokens of a sequence (default 1024)")
     return parser
+
+
+def _compile(args: argparse.Namespace) -> Any:
+    from onebit_zero_jax import pods
+
+    names = ("stage", "gather", "gather_bits", "error_dtype", "momentum_dtype")
+    try:
+        return pods.compile_step(
+            args.target,
+            args.model,
+            slices=args.slices,
+            phase=args.phase,
+            sequences=args.sequences,
+            length=args.length,
+            **{name: getattr(args, name) for name in names},
+        )
+    except NotImplementedError as e:
+        raise ValueError(str(e)) from e
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -185,9 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
-        found = _plan(args)
+        found = _plan(args) if args.command == "plan" else _compile(args)
     except ValueError as e:
         parser.error(str(e))
+    if args.command == "compile":
+        print(found)
+        return
     if args.chart is not None:
         draw(found, args.chart)
     if args.json:
