@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from onebit_zero_jax.plan import Plan, plan
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -216,8 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: of the command line; None: those of the process.
     """
-    # Shapes are all that is computed: no accelerator is taken.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Shapes are all that is computed, take no accelerator.
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
