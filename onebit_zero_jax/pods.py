@@ -66,7 +66,9 @@ def devices_of(target: str, slices: int = 1) -> np.ndarray:
         )
     if type(slices) is not int or slices < 1:
         raise ValueError(f"slices must be an integer of at least 1, got {slices!r}.")
+    # No chip is asked about, and none is taken from another process.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         if tpu:
             topology = topologies.get_topology_desc(tpu[1], platform="tpu", num_slices=slices)

@@ -16,16 +16,15 @@ import sys
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 import onebit_zero_jax as ob
 from onebit_zero_jax import hlo
+from onebit_zero_jax.pods import devices_of
 from onebit_zero_jax.wire import LEGS
 
 P = jax.P
@@ -33,21 +32,6 @@ HERE = pathlib.Path(__file__).parent
 LEG = re.compile("|".join(LEGS))
 # Instructions this far from a collective stay.
 REACH = 3
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84978434048 cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 def mesh_of(devices: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
@@ -256,18 +240,14 @@ def _shorten(line: str) -> str:
 def main() -> None:
     kind = sys.argv[1] if len(sys.argv) == 2 else ""
     if kind == "tpu":
-        topology = topologies.get_topology_desc("v5e:2x4", platform="tpu", num_slices=2)
-        slice_ = topologies.get_topology_desc("v5e:2x4", platform="tpu")
+        two_slices, one_slice = devices_of("tpu:v5e:2x4", 2), devices_of("tpu:v5e:2x4")
         made = {
-            "tpu_slices_step": (optimizer_step(topology.devices), {"data": 16}),
-            "tpu_slices_two_speed": (two_speed(topology.devices), {"slow": 2, "a": 4, "b": 2}),
-            "tpu_fused": (fused(slice_.devices), {"data": 2, "model": 4}),
+            "tpu_slices_step": (optimizer_step(two_slices.ravel()), {"data": 16}),
+            "tpu_slices_two_speed": (two_speed(two_slices.ravel()), {"slow": 2, "a": 4, "b": 2}),
+            "tpu_fused": (fused(one_slice.ravel()), {"data": 2, "model": 4}),
         }
     elif kind == "gpu":
-        topology = topologies.get_topology_desc(
-            "", platform="cuda", target_config=H100, topology="1x2x4"
-        )
-        made = {"gpu_step": (optimizer_step(topology.devices), {"data": 8})}
+        made = {"gpu_step": (optimizer_step(devices_of("gpu:h100:2x4").ravel()), {"data": 8})}
     else:
         sys.exit(__doc__)
     for name, (text, axes) in made.items():
