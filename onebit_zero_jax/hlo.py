@@ -1,7 +1,7 @@
 """Reads compiled XLA programs (HLO text) far enough to find their collectives.
 
 Knows the text that XLA's CPU, GPU and TPU backends print: tuple types with layouts, calls
-into fusions, loops and branches, ``-start``/``-done`` pairs, both notations of replica
+into fusions, loops and branches, ``-start``/``-done`` pairs, the three notations of replica
 groups, and the host transfers (``send``/``recv``) that carry collectives between TPU slices.
 """
 
@@ -32,7 +32,12 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=?]*)\]")
 _GROUPS = re.compile(
     r"replica_groups=(?:(\{(?:\{[\d,\s]*\},?\s*)*\})|\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?)"
 )
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))?"
+    r" \{([^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'?(\w+)'?(?::\((\d+)\)(\d+))?")
+_PAIRS = re.compile(r'source_target_pairs="?\{((?:\{\d+,\d+\},?)*)\}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,11 +282,12 @@ def groups(attrs: str) -> list[tuple[int, ...]] | None:
     pairs = _PAIRS.search(attrs)
     if pairs:
         return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
+    if "replica_groups=mesh[" in attrs:
+        return _mesh_groups(attrs)
     found = _GROUPS.search(attrs)
     if not found:
         if "replica_groups=" in attrs:
-            start = attrs.index("replica_groups=")
-            raise ValueError(f"unknown notation of replica groups: {attrs[start : start + 80]!r}.")
+            raise _unknown_groups(attrs)
         return None
     if found[1]:
         listed = re.findall(r"\{([\d,\s]+)\}", found[1])
@@ -291,6 +297,40 @@ def groups(attrs: str) -> list[tuple[int, ...]] | None:
     if found[4]:
         ids = ids.transpose([int(i) for i in found[4].split(",")])
     return [tuple(int(i) for i in row) for row in ids.reshape(-1, shape[-1])]
+
+
+def _mesh_groups(attrs: str) -> list[tuple[int, ...]]:
+    """Groups along axes of a mesh that XLA names, or along parts ``'x':(before)size`` of axes."""
+    found = _MESH_GROUPS.search(attrs)
+    if not found:
+        raise _unknown_groups(attrs)
+    sizes = {name: int(n) for name, n in re.findall(r"'?(\w+)'?=(\d+)", found[1])}
+    if found[4]:
+        ids = np.array([int(i) for i in found[4].split(",")])
+    else:
+        ids = np.arange(math.prod(sizes.values()))
+    if found[2]:
+        dims, order = ([int(i) for i in found[k].split(",")] for k in (2, 3))
+        ids = ids.reshape(dims).transpose(order)
+    # Every axis as (before, part, after), of which parts are taken.
+    taken = [(m[1], int(m[2] or 1), int(m[3] or 0)) for m in _MESH_AXIS.finditer(found[5])]
+    if len({name for name, *_ in taken}) != len(taken) or any(n not in sizes for n, *_ in taken):
+        raise _unknown_groups(attrs)
+    parts = {name: (before, size or sizes[name]) for name, before, size in taken}
+    shape: list[int] = []
+    for name, n in sizes.items():
+        before, size = parts.get(name, (1, 1))
+        shape += [before, size, n // before // size]
+    places = list(sizes)
+    along = [3 * places.index(name) + 1 for name, *_ in taken]
+    ids = np.moveaxis(ids.reshape(shape), along, range(len(shape) - len(along), len(shape)))
+    width = math.prod(size for _, size in parts.values())
+    return [tuple(int(i) for i in row) for row in ids.reshape(-1, width)]
+
+
+def _unknown_groups(attrs: str) -> ValueError:
+    start = attrs.index("replica_groups=")
+    return ValueError(f"unknown notation of replica groups: {attrs[start : start + 80]!r}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,6 +70,15 @@ def test_types_and_their_bytes():
             "replica_groups=[4,2]<=[2,2,2]T(1,2,0), x",
             [(0, 4), (1, 5), (2, 6), (3, 7)],
         ),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", [(0, 2), (1, 3)]),
+        ("replica_groups=mesh[a=2,b=2] {b}, x", [(0, 1), (2, 3)]),
+        ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'c', 'a'}, x", [(0, 2, 1, 3)]),
+        (
+            "replica_groups=mesh['x'=2,'y'=4], device_ids=([2,2,2]T(1,0,2)) {'y'}, x",
+            [(0, 1, 4, 5), (2, 3, 6, 7)],
+        ),
+        ("replica_groups=mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'y'}", [(0, 2), (1, 3)]),
+        ("replica_groups=mesh['x'=8] {'x':(2)2}, x", [(0, 2), (1, 3), (4, 6), (5, 7)]),
         ("replica_groups={}, x", None),
         ("dimensions={0}", None),
         ("source_target_pairs={{0,1},{1,0}}", [(0, 1), (1, 0)]),
@@ -80,8 +89,27 @@ def test_groups(text, groups):
 
 
 def test_unknown_notation_of_groups_raises():
-    with pytest.raises(ValueError, match="unknown notation of replica groups: 'replica_groups=@"):
-        hlo.groups("channel_id=1, replica_groups=@mesh<x=2>{x}")
+    for text in ("@mesh<x=2>{x}", "mesh['x'=2] {'y'}", "mesh['x'=8] {'x':(1)2, 'x':(4)2}"):
+        with pytest.raises(ValueError, match="unknown notation of replica groups"):
+            hlo.groups(f"channel_id=1, replica_groups={text}")
+
+
+def test_groups_of_automatic_sharding():
+    """Named axes of a mesh of XLA's own, of another order than the user's."""
+    names = ("a", "b", "c")
+    kinds = (AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), names, kinds, devices=jax.devices()[:8])
+    place = lambda *spec: jax.NamedSharding(mesh, P(*spec))
+    f = jax.jit(
+        lambda x, w: x @ w,
+        in_shardings=(place("b", ("a", "c")), place(("a", "c"), None)),
+        out_shardings=place(("b", "c")),
+    )
+    compiled = f.lower(jnp.ones((16, 64)), jnp.ones((64, 32))).compile()
+    assert "replica_groups=mesh[" in compiled.as_text()
+    report = wire_report(compiled, mesh)
+    assert report.collectives
+    assert {axis for c in report.collectives for axis in c.across} == {"a", "c"}
 
 
 MESH = {"slow": 2, "fast": 4}
@@ -134,6 +162,13 @@ IDS = "channel_id=1, use_global_device_ids=true, "
             16,
             {"slow": 16, "fast": 16},
         ),
+        # A permutation that XLA on GPU turned into a send and a receive.
+        (
+            "%r = (bf16[8], u32[], token[]) send(%x, %t), channel_id=1, frontend_attributes="
+            '{_xla_send_recv_source_target_pairs="{{0,4},{4,0}}"}',
+            16,
+            {"slow": 16},
+        ),
         # Over replicas, all partitions together; and over all devices by default.
         (f"%r = f32[16] all-reduce(%x), {IDS}replica_groups={{}}", 112, {"slow": 16, "fast": 96}),
         (
@@ -147,7 +182,7 @@ def test_bytes_and_axes(line, sent, across):
     (c,) = one(line, MESH)
     assert c.sent == pytest.approx(sent, abs=1e-9)
     assert c.across == pytest.approx(across)
-    assert not c.asynchronous
+    assert c.asynchronous == ("send(" in line)
 
 
 def test_no_traffic_in_groups_of_one():
