@@ -10,11 +10,17 @@ from onebit_zero_jax.collectives import compressed_reduce_scatter as compressed_
 from onebit_zero_jax.config import ZeroConfig as ZeroConfig
 from onebit_zero_jax.layers import layer as layer
 from onebit_zero_jax.layers import shard_params as shard_params
+from onebit_zero_jax.plan import Plan as Plan
+from onebit_zero_jax.plan import plan as plan
+from onebit_zero_jax.report import WireReport as WireReport
+from onebit_zero_jax.report import assert_compressed as assert_compressed
+from onebit_zero_jax.report import wire_report as wire_report
 from onebit_zero_jax.shard import zero_shard as zero_shard
 from onebit_zero_jax.state import ZeroState as ZeroState
 from onebit_zero_jax.train import eval_step as eval_step
 from onebit_zero_jax.train import train_step as train_step
 from onebit_zero_jax.train_state import TrainState as TrainState
+from onebit_zero_jax.train_state import abstract_state as abstract_state
 from onebit_zero_jax.train_state import full_params as full_params
 from onebit_zero_jax.train_state import init as init
 from onebit_zero_jax.train_state import shard_batch as shard_batch

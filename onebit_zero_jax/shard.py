@@ -151,6 +151,10 @@ def zero_shard(
         ok = jnp.sum(nonfinite) == 0
 
         def step(dense: bool) -> tuple[Tree, ZeroState]:
+            with jax.named_scope("phase_dense" if dense else "phase_compressed"):
+                return walk(dense)
+
+        def walk(dense: bool) -> tuple[Tree, ZeroState]:
             applied = (state.applied + 1).astype(jnp.float32)
             variance_updates = (state.variance_updates + int(dense)).astype(jnp.float32)
             # Until the first compressed step M is exact, and Adam's denominator is right.

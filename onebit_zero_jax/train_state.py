@@ -255,6 +255,49 @@ def state_specs(
     )
 
 
+def abstract_state(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    mesh: Any,
+    zero: ZeroConfig,
+    model_state: Tree = None,
+) -> TrainState:
+    r"""The TrainState of :func:`init` in ``jax.ShapeDtypeStruct``\ s; allocates nothing.
+
+    Args:
+      params, tx, zero, model_state: as in :func:`init`; shapes are enough.
+      mesh: mesh, of devices that need not exist, or ``jax.sharding.AbstractMesh``.
+
+    Returns:
+      A TrainState whose leaves carry their shardings.
+
+    Example:
+      >>> mesh, zero = jax.sharding.AbstractMesh((4096,), ("data",)), ZeroConfig()
+      >>> from onebit_zero_jax import onebit_adam
+      >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+      >>> state = abstract_state({"w": w}, onebit_adam(1e-3, zero=zero), mesh, zero)
+      >>> state.opt_state.leaves["w"].master.shape
+      (16384, 8, 128)
+    """
+    specs = state_specs(params, tx, mesh, zero, model_state)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+    shards = jax.tree.map(place, shard_shapes(params, mesh, zero), specs.params)
+    opt_state = jax.eval_shape(_start(tx, mesh, specs), shards)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.tree.map(place, TrainState(step, shards, opt_state, model_state), specs)
+
+
+def _start(tx: optax.GradientTransformation, mesh: Any, specs: TrainState) -> Any:
+    """``tx.init`` on the mesh."""
+    return jax.shard_map(
+        tx.init,
+        mesh=mesh,
+        in_specs=(specs.params,),
+        out_specs=specs.opt_state,
+        check_vma=False,
+    )
+
+
 def init(
     params: Tree,
     tx: optax.GradientTransformation,
@@ -294,15 +337,8 @@ def init(
     params = shard_params(params, mesh, zero)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=whole)
     model_state = copy(jax.device_put(model_state, whole))
-    start = jax.shard_map(
-        tx.init,
-        mesh=mesh,
-        in_specs=(specs.params,),
-        out_specs=specs.opt_state,
-        check_vma=False,
-    )
     step = jax.device_put(jnp.zeros((), jnp.int32), whole)
-    return TrainState(step, params, jax.jit(start)(params), model_state)
+    return TrainState(step, params, jax.jit(_start(tx, mesh, specs))(params), model_state)
 
 
 def _as_array(x: Any) -> Any:
@@ -335,12 +371,13 @@ def full_params(state: TrainState) -> Tree:
 
 
 def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
-    """Puts a batch on the mesh, examples (axis 0) sharded over the data-parallel axes.
+    r"""Puts a batch on the mesh, examples (axis 0) sharded over the data-parallel axes.
 
     Args:
       batch: tree of arrays. NumPy and single-device arrays are the whole batch in a
         single-process run, and this process's own examples in a multi-process run;
-        arrays already sharded over the mesh pass through.
+        arrays already sharded over the mesh pass through, ``jax.ShapeDtypeStruct``\ s (of
+        the whole batch) get their sharding.
       mesh, zero: as in :func:`init`.
 
     Returns:
@@ -357,9 +394,11 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
     sharding = NamedSharding(mesh, P(zero.axes))
     parts = data_size(mesh, zero)
 
-    def put(path: Any, x: Any) -> jax.Array:
+    def put(path: Any, x: Any) -> Any:
         if isinstance(x, jax.Array) and x.ndim and x.sharding == sharding:
             return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         shape = np.shape(x)
         here = parts
         if jax.process_count() > 1 and not (

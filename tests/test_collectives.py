@@ -3,14 +3,18 @@
 import functools
 import itertools
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from onebit_zero_jax import compressed_all_gather, compressed_all_reduce, compressed_reduce_scatter
+from onebit_zero_jax import (
+    compressed_all_gather,
+    compressed_all_reduce,
+    compressed_reduce_scatter,
+    wire_report,
+)
 
 P = jax.P
 STEPS = 20
@@ -292,10 +296,11 @@ def test_one_packed_buffer_per_leg(bits):
     )
     whole = jax.ShapeDtypeStruct((parts, size), jnp.float32)
     chunk = jax.ShapeDtypeStruct((parts, size // parts), jnp.float32)
-    found = hlo.collectives(jax.jit(mapped).lower(whole, whole, chunk).compile().as_text())
+    compiled = jax.jit(mapped).lower(whole, whole, chunk).compile()
+    found = wire_report(compiled, mesh_of(parts)).collectives
     # bits / 8 bytes per value, and a float32 scale per 1024.
     packed = size * bits // 8 + size // 1024 * 4
-    assert [(c.op, c.dtype, c.bytes) for c in found] == [
+    assert [(c.op, c.dtype, c.size) for c in found] == [
         ("all-to-all", "u8", packed),
         ("all-gather", "u8", packed),
     ]
