@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py --compare            # dense AdamW beside ours
     python examples/train_gpt.py --stage 1 --gather-bits 2 --steps 300
+    python examples/train_gpt.py --stage 3 --fast 4   # 2 x 4 devices, parameters sharded over 4
 
 Runs on emulated CPU devices by default. Writes report.json, loss.png and sample.txt.
 """
@@ -66,6 +67,24 @@ class GPT(nnx.Module):
         run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         x = run(x, self.blocks)
         return self.head(self.norm(x))
+
+
+def make_loss(model: GPT) -> Callable[[Any, jax.Array], jax.Array]:
+    """The loss by parameters, in layers that stage 3 gathers one at a time."""
+    block = nnx.graphdef(Block(nnx.Rngs(0)))
+    run = lambda graph: ob.layer(lambda p, *args: nnx.merge(graph, p)(*args))
+    embed, place, normalize, logits_of = map(
+        run, map(nnx.graphdef, (model.tokens, model.positions, model.norm, model.head))
+    )
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        x = embed(params["tokens"], tokens[:, :-1])
+        x = x + place(params["positions"], jnp.arange(tokens.shape[-1] - 1))
+        x, _ = jax.lax.scan(lambda x, p: (run(block)(p, x), None), x, params["blocks"])
+        logits = logits_of(params["head"], normalize(params["norm"], x))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss_fn
 
 
 # ---------------------------------------------------------------- data
@@ -186,9 +205,10 @@ def draw(runs: list[Run], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for run in runs:
-        smooth = np.convolve(run.losses, np.ones(10) / 10, mode="valid")
-        axes[0].plot(np.arange(len(smooth)) + 10, smooth, label=run.name)
-        axes[1].plot(np.cumsum(run.bytes_sent)[9:] / 1e6, smooth, label=run.name)
+        window = min(10, len(run.losses))
+        smooth = np.convolve(run.losses, np.ones(window) / window, mode="valid")
+        axes[0].plot(np.arange(len(smooth)) + window, smooth, label=run.name)
+        axes[1].plot(np.cumsum(run.bytes_sent)[window - 1 :] / 1e6, smooth, label=run.name)
     axes[0].set(xlabel="step", ylabel="training loss, mean of 10 steps")
     axes[1].set(xlabel="MB sent per device", xscale="log")
     axes[1].legend()
@@ -201,12 +221,15 @@ def draw(runs: list[Run], path: pathlib.Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2))
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
     parser.add_argument("--gather", choices=("params", "momentum"))
     parser.add_argument("--gather-bits", type=lambda s: s if s == "dense" else int(s))
     parser.add_argument("--optimizer", choices=("adamw", "adam"), default="adamw")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices; 0: real ones")
+    parser.add_argument("--fast", type=int, default=1, help="devices on the fast axis")
+    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="peak learning rate")
+    parser.add_argument("--refresh", type=int, default=REFRESH, help="steps between refreshes")
     parser.add_argument("--compare", action="store_true", help="train dense AdamW beside it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
@@ -215,9 +238,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--steps must be at least 2, got {args.steps}")
     if args.devices < 0:
         parser.error(f"--devices must be at least 0, got {args.devices}")
+    if args.fast < 1 or args.devices % args.fast:
+        parser.error(f"--fast must divide --devices, got {args.fast}")
     try:
         args.zero = ob.ZeroConfig(
-            stage=args.stage, gather=args.gather, gather_bits=args.gather_bits
+            axis_name=("slow", "fast") if args.fast > 1 else "data",
+            stage=args.stage,
+            gather=args.gather,
+            gather_bits=args.gather_bits,
         )
     except ValueError as e:
         parser.error(str(e))
@@ -229,19 +257,18 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    zero, devices = args.zero, jax.device_count()
+    sizes = (devices // args.fast, args.fast)[: len(zero.axes)]
+    mesh = jax.make_mesh(sizes, zero.axes)
     text = read_text()
     cut = len(text) * 9 // 10
-    size = SEQUENCES_PER_DEVICE * mesh.shape["data"]
+    size = SEQUENCES_PER_DEVICE * devices
 
-    graph, params = nnx.split(GPT(nnx.Rngs(args.seed)), nnx.Param)
+    model = GPT(nnx.Rngs(args.seed))
+    graph, params = nnx.split(model, nnx.Param)
     count = sum(x.size for x in jax.tree.leaves(params))
-    print(f"{count:,} parameters, {len(text):,} bytes of text, {mesh.shape['data']} devices")
-
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
+    print(f"{count:,} parameters, {len(text):,} bytes of text, {devices} devices")
+    loss_fn = make_loss(model)
     held_out = [b for b, _ in zip(batches(text[cut:], 128, 1), range(8), strict=False)]
     loss_of = jax.jit(loss_fn)
 
@@ -250,12 +277,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     warmup = min(FREEZE, max(1, args.steps // 4))
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, PEAK_RATE, max(1, warmup // 2), args.steps, PEAK_RATE / 20
+        0.0, args.rate, max(1, warmup // 2), args.steps, args.rate / 20
     )
     decay = DECAY if args.optimizer == "adamw" else 0.0
-    zero = args.zero
     tx = ob.onebit_adamw(
-        rate, b2=B2, weight_decay=decay, zero=zero, warmup_steps=warmup, refresh=REFRESH
+        rate, b2=B2, weight_decay=decay, zero=zero, warmup_steps=warmup, refresh=args.refresh
     )
     onebit = ob.train_step(loss_fn, tx, mesh, zero)
 
@@ -270,10 +296,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         train(name, args.stage, onebit_step, state, ob.full_params, evaluate, data(), args.steps)
     ]
     if args.compare:
-        dense = DenseZero(loss_fn, optax.adamw(rate, b2=B2, weight_decay=decay), mesh, params)
+        flat = jax.make_mesh((devices,), ("data",))
+        dense = DenseZero(loss_fn, optax.adamw(rate, b2=B2, weight_decay=decay), flat, params)
 
         def dense_step(state: Any, batch: Any) -> Any:
-            state, loss = dense.step(state, ob.shard_batch(batch, mesh, zero))
+            state, loss = dense.step(state, ob.shard_batch(batch, flat, ob.ZeroConfig()))
             return state, loss, dense.bytes_sent
 
         state = dense.init(params)
@@ -291,7 +318,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
 
     report: dict[str, Any] = {"runs": [r.report(count) for r in runs]}
-    report.update(parameters=count, devices=mesh.shape["data"], steps=args.steps, seed=args.seed)
+    report.update(parameters=count, devices=devices, steps=args.steps, seed=args.seed)
     if args.compare:
         ours, theirs = (r.val_loss for r in runs)
         report["loss_over_dense"] = round(ours / theirs, 5)

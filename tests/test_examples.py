@@ -36,7 +36,7 @@ def test_quick_start_is_short_and_learns():
     assert "'reduce'" in sent
 
 
-@pytest.mark.parametrize("name", ["linen_digits", "bare_jax"])
+@pytest.mark.parametrize("name", ["linen_digits", "linen_stage_3", "bare_jax"])
 def test_digits(name):
     path = ROOT / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) < 120
@@ -65,6 +65,15 @@ def test_train_gpt(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
     assert "held-out loss over dense" in out
+
+
+def test_train_gpt_at_stage_3(tmp_path):
+    args = ["--stage", "3", "--fast", "2", "--steps", "8", "--devices", "4"]
+    run("examples/train_gpt.py", *args, "--out", str(tmp_path))
+    (ours,) = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert ours["stage"] == 3
+    assert ours["val_loss"] < 5.3
+    assert ours["bytes_per_step"]["layer_gather"] > 0
 
 
 @pytest.mark.parametrize(
