@@ -71,8 +71,19 @@ def _read_metadata(path: Any) -> Metadata:
     return Metadata.from_json(found, str(path / _METADATA_FILE))
 
 
-def _corrupt(path: Any, e: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{path} cannot be read, a file in it is damaged or gone: {e}")
+def _corrupt(path: Any, what: str | BaseException) -> CorruptCheckpointError:
+    """Names the array or file, and where values are: the layers below name one or the other."""
+    if isinstance(what, BaseException):
+        inner = what
+        while inner.__cause__ or inner.__context__:
+            inner = inner.__cause__ or inner.__context__ or inner
+        what = f"it cannot be read: {str(inner).splitlines()[0][:400]}"
+    # Each process writes values to files of its own; the rest is index.
+    files = sorted(str(f) for f in path.glob("state/ocdbt.process_*/d/*"))
+    return CorruptCheckpointError(
+        f"{path} is damaged: {what}. Its values are in {', '.join(files[:8]) or 'no file at all'}"
+        f"{' and others' if len(files) > 8 else ''}; restore an older checkpoint."
+    )
 
 
 def _read_arrays(
@@ -95,12 +106,8 @@ def _read_arrays(
             )()
     wrong = [n for n, d in digests(arrays).items() if d != metadata.arrays[n].digest]
     if wrong:
-        files = sorted(str(f) for f in path.glob("**/d/*"))
-        raise CorruptCheckpointError(
-            f"{path} is damaged: {', '.join(wrong[:4])}{' and others' if len(wrong) > 4 else ''} "
-            f"read(s) other values than were saved; the values are in {', '.join(files[:8])}"
-            f"{' and others' if len(files) > 8 else ''}. Restore an older checkpoint."
-        )
+        names = ", ".join(wrong[:4]) + (" and others" if len(wrong) > 4 else "")
+        raise _corrupt(path, f"{names} came back with other values than were saved")
     return arrays
 
 
@@ -201,8 +208,10 @@ def restore(
                     f"{name} was saved as {saved.dtype} of shape {saved.shape}, tx asks for "
                     f"{x.dtype.name} of shape {x.shape}: pass the optimizer of the saved run."
                 )
+    # Structure first: what does not fit is named before anything is read.
+    rebuild(dict(metadata.arrays), metadata, target)
     shardings = {
-        name: wanted[name].sharding if not moved and name in wanted else spread(a.shape, mesh)
+        name: spread(a.shape, mesh) if moved else wanted[name].sharding
         for name, a in metadata.arrays.items()
     }
     state = rebuild(_read_arrays(where, metadata, shardings), metadata, target)

@@ -172,7 +172,7 @@ def describe(state: TrainState, data_position: Any) -> tuple[dict[str, jax.Array
     return {n: x for n, x in arrays.items() if x.size}, metadata.to_json()
 
 
-def rebuild(arrays: dict[str, jax.Array], metadata: Metadata, target: TrainState) -> TrainState:
+def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> TrainState:
     """The saved TrainState; ``target`` has its structure, but for the leaves of ``zero_shard``."""
     left = dict(arrays)
 
