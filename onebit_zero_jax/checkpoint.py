@@ -189,7 +189,7 @@ def restore(
     where = _path(path)
     target = abstract_state(params, tx, mesh, zero, model_state)
     metadata = _read_metadata(where)
-    before = Parts.of(metadata.axes, metadata.zero.axis_name)
+    before = Parts.of(metadata.axes, metadata.zero)
     check_parameters(metadata, target.params, before, where)
     phases = [s.run.phases for s in zero_states(target.opt_state)]
     differences = differences_from(metadata, mesh, zero, phases)
@@ -198,7 +198,7 @@ def restore(
             f"{where} does not fit: {'; '.join(differences)}. Use what it was saved with, or pass "
             "resize=True to convert it."
         )
-    moved = before != Parts.of(dict(mesh.shape), zero.axis_name) or metadata.zero != zero
+    moved = before != Parts.of(mesh.shape, zero) or metadata.zero != zero
     wanted = flat(target)
     if not moved:
         for name, x in wanted.items():

@@ -88,10 +88,14 @@ class Metadata:
             for name in ("axis_name", "shard_params_over"):
                 value = zero.get(name)
                 zero[name] = tuple(value) if isinstance(value, list) else value
+            config = ZeroConfig(**zero)
+            axes = {str(a): int(n) for a, n in body["axes"].items()}
+            if not all(axes[a] > 0 for a in config.axes):
+                raise ValueError(f"mesh axes {axes}")
             return cls(
                 version=str(body["version"]),
-                axes={str(a): int(n) for a, n in body["axes"].items()},
-                zero=ZeroConfig(**zero),
+                axes=axes,
+                zero=config,
                 phases=[None if p is None else Phases(**p) for p in body["phases"]],
                 parameters=dict(body["parameters"]),
                 arrays={
@@ -164,7 +168,7 @@ def describe(state: TrainState, data_position: Any) -> tuple[dict[str, jax.Array
         axes=axes,
         zero=zero,
         phases=[s.run.phases for s in states],
-        parameters=parameters(state.params, Parts.of(axes, zero.axis_name)),
+        parameters=parameters(state.params, Parts.of(axes, zero)),
         arrays={n: SavedArray(x.shape, x.dtype.name, sums[n]) for n, x in arrays.items()},
         data_position=data_position,
     )
@@ -257,13 +261,8 @@ def differences_from(
 ) -> list[str]:
     """What differs from the run that was saved, in words."""
     found = []
-
-    def sizes_of(axes: Any, axis_name: Any) -> dict[str, int]:
-        names = (axis_name,) if isinstance(axis_name, str) else axis_name
-        return {a: axes.get(a) for a in names}
-
-    ours = sizes_of(dict(mesh.shape), zero.axis_name)
-    saved = sizes_of(metadata.axes, metadata.zero.axis_name)
+    ours = {a: mesh.shape[a] for a in zero.axes}
+    saved = {a: metadata.axes.get(a) for a in metadata.zero.axes}
     if saved != ours:
         sizes = [" x ".join(f"{n} ({a})" for a, n in d.items()) for d in (saved, ours)]
         found.append(f"it was saved on {sizes[0]} devices, the mesh has {sizes[1]}")

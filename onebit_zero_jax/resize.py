@@ -89,8 +89,8 @@ def _decays(
 
     Leaves of one value with M = v = 1 and a zero gradient become b1 and b2.
     """
-    names = (zero.axis_name,) if isinstance(zero.axis_name, str) else tuple(zero.axis_name)
-    mesh = Mesh(np.asarray(jax.local_devices()[:1]).reshape((1,) * len(names)), names)
+    one = np.asarray(jax.local_devices()[:1]).reshape((1,) * len(zero.axes))
+    mesh = Mesh(one, zero.axes)
     full = optax.with_extra_args_support(tx)
 
     def is_zero(x: Any) -> bool:
@@ -313,7 +313,7 @@ def convert(
 ) -> TrainState:
     """:func:`resize` of a state whose arrays may lie anywhere on the devices of ``mesh``."""
     new = abstract_state(state.params, tx, mesh, zero, state.model_state)
-    parts = Parts.of(dict(mesh.shape), zero.axis_name)
+    parts = Parts.of(mesh.shape, zero)
     return _Resizing(state, new, (zero_before, zero), (parts_before, parts), tx, mesh).run()
 
 
@@ -379,5 +379,5 @@ def resize(
     if not states or not isinstance(sharding, NamedSharding):
         raise ValueError("state is on no mesh: pass what init, a train step or restore returned.")
     before = states[0].run.zero
-    parts = Parts.of(dict(sharding.mesh.shape), before.axis_name)
+    parts = Parts.of(sharding.mesh.shape, before)
     return convert(state, before, parts, tx, mesh, zero)

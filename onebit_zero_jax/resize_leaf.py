@@ -9,6 +9,7 @@ that rounds goes into an error, which sends it on.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,11 +30,9 @@ class Parts(NamedTuple):
     owners: int
 
     @classmethod
-    def of(cls, axes: Mapping[str, int], axis_name: str | tuple[str, ...]) -> "Parts":
-        """Of a mesh with these axes; ``axis_name`` is one axis, or ``(slow, fast)``."""
-        names = (axis_name,) if isinstance(axis_name, str) else axis_name
-        workers = axes[names[0]]
-        return cls(workers, workers * int(np.prod([axes[a] for a in names[1:]])))
+    def of(cls, axes: Mapping[str, int], zero: ZeroConfig) -> "Parts":
+        """Of a mesh with axes of these sizes."""
+        return cls(axes[zero.slow], math.prod(axes[a] for a in zero.axes))
 
 
 # ---------------------------------------------------------------- arrays

@@ -1,11 +1,13 @@
 """Saved, restored, converted, damaged: nothing is lost and nothing wrong is loaded."""
 
+import dataclasses
 import functools
 import json
 import os
 import pathlib
 import pickle
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +32,7 @@ ZEROS = {
 ZERO = ZEROS["stage 2"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
 def mesh_of(parts=2, kind=AxisType.Auto):
@@ -158,16 +155,19 @@ def test_model_state_and_explicit_mesh(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "name", "kind"),
+    ("shape", "name", "kind"),
     [
-        (4, "stage 2", AxisType.Explicit),
-        (1, "stage 1", AxisType.Auto),
-        (2, "stage 0", AxisType.Auto),
-        (3, "stage 2", AxisType.Auto),
+        ((4,), "stage 2", AxisType.Explicit),
+        ((3,), "stage 1", AxisType.Auto),
+        ((2,), "stage 0", AxisType.Auto),
+        ((2, 2), "stage 2", AxisType.Auto),
     ],
 )
-def test_restore_with_resize_is_resize(saved, parts, name, kind):
-    zero, mesh = ZEROS[name], mesh_of(parts, kind)
+def test_restore_with_resize_is_resize(saved, shape, name, kind):
+    names: Any = ("data",) if len(shape) == 1 else ("slow", "fast")
+    zero = dataclasses.replace(ZEROS[name], axis_name=names)
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, names, (kind,) * len(shape), devices=devices)
     there, position = restore(saved, SHAPES, make_tx(zero), mesh, zero, resize=True)
     assert position == {"example": 16}
     same(there, resize(trained(), make_tx(zero), mesh, zero))

@@ -32,16 +32,23 @@ CONVERTED = {
 MODES = TRAINED | {k: zero for k, (_, zero) in CONVERTED.items()}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """XLA with few optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 
-def mesh_of(parts, kind=AxisType.Auto):
-    return jax.make_mesh((parts,), ("data",), (kind,), devices=jax.devices()[:parts])
+def mesh_of(*shape, kind=AxisType.Auto):
+    names = ("data",) if len(shape) == 1 else ("slow", "fast")
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, (kind,) * len(shape), devices=devices)
+
+
+def zero_of(mode, *shape):
+    axis = "data" if len(shape) == 1 else ("slow", "fast")
+    return dataclasses.replace(MODES[mode], axis_name=axis)
+
+
+def go(state, mode, *shape):
+    zero = zero_of(mode, *shape)
+    return resize(state, make_tx(zero), mesh_of(*shape), zero)
 
 
 def make_params(dtype="float32"):
@@ -68,8 +75,8 @@ def loss_fn(params, batch):
 
 
 @functools.cache
-def step_of(zero, parts):
-    return train_step(loss_fn, make_tx(zero), mesh_of(parts), zero)
+def step_of(zero, *shape):
+    return train_step(loss_fn, make_tx(zero), mesh_of(*shape), zero)
 
 
 @functools.cache
@@ -88,8 +95,10 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-def seen(state, zero, parts):
+def seen(state):
     """The state by value, decoded here: a dict of float64 arrays per leaf."""
+    zero, mesh = state.opt_state.run.zero, state.step.sharding.mesh
+    parts, slow = mesh.size, mesh.shape[zero.slow]
     counts = [int(getattr(state.opt_state, f)) for f in ("applied", "variance_updates")]
     live_bc2, bc2 = (1 - B2**n for n in counts)
     leaves = {}
@@ -108,9 +117,9 @@ def seen(state, zero, parts):
             leaves[key] = out
             continue
 
-        def workers(x, parts=parts, leaf=leaf):
-            x = np.asarray(codec.load(x), np.float64).reshape(parts, -1)[:, : leaf.size]
-            return x.reshape(parts, *leaf.shape)
+        def workers(x, leaf=leaf):
+            x = np.asarray(codec.load(x), np.float64).reshape(slow, -1)[:, : leaf.size]
+            return x.reshape(slow, *leaf.shape)
 
         v = s.variance if zero.stage else s.shared
         w = codec.weight_of(s.factors)
@@ -163,22 +172,31 @@ def check_kept(before, after, mode):
             np.testing.assert_array_equal(b["alive"], b["v_hat"] > 0)
 
 
-@pytest.mark.parametrize(
-    ("mode", "chain"),
-    [(m, {"params": (4, 6, 8, 1), "momentum": (4, 6)}.get(m, (6,))) for m in MODES],
-)
-def test_values_and_means_are_kept(mode, chain):
-    zero = MODES[mode]
-    tx, state, parts = make_tx(zero), trained(mode), 8
-    errors = np.asarray(codec.load(state.opt_state.leaves["w"].worker_error))
-    assert np.any(errors)
-    for now in chain:
-        before = seen(state, zero, parts)
-        state = resize(state, tx, mesh_of(now), zero)
-        check_kept(before, seen(state, zero, now), mode)
+CHAINS = {
+    "params": [(4,), (6,), (8,), (4, 2), (1,)],
+    "momentum": [(4,), (2, 3)],
+    "stage 0": [(2, 3)],
+    "stored": [(6,)],
+    "int8": [(2, 4)],
+}
+
+
+def mostly_slow(values, quick):
+    """Values of a parameter, all but one of them left to the longer runs."""
+    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@pytest.mark.parametrize("mode", mostly_slow(CHAINS, quick=("params", "momentum")))
+def test_values_and_means_are_kept(mode):
+    state = trained(mode)
+    assert np.any(np.asarray(codec.load(state.opt_state.leaves["w"].worker_error)))
+    for shape in CHAINS[mode]:
+        before = seen(state)
+        state = go(state, mode, *shape)
+        check_kept(before, seen(state), mode)
         assert_in_sync(state)
-        parts = now
-    fresh = abstract_state(make_params(), tx, mesh_of(parts), zero)
+    zero = zero_of(mode, *shape)
+    fresh = abstract_state(make_params(), make_tx(zero), mesh_of(*shape), zero)
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
         assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
@@ -188,28 +206,42 @@ def test_values_and_means_are_kept(mode, chain):
     np.testing.assert_array_equal(state.opt_state.nonfinite, np.zeros(4))
 
 
-@pytest.mark.parametrize("mode", TRAINED)
-def test_loss_goes_on_without_a_jump(mode):
-    zero = MODES[mode]
+def test_each_group_of_workers_keeps_its_mean():
+    """8 -> 4 x 2: worker s is the mean of workers 2 s and 2 s + 1, and of no others."""
+    a, b = trained("params"), go(trained("params"), "params", 4, 2)
 
-    def losses(state, parts):
-        out = []
+    def workers(s, count):
+        e = np.asarray(s.opt_state.leaves["tall"].worker_error)
+        return e.reshape(count, -1)
+
+    pairs = workers(a, 8).reshape(4, 2, -1).mean(1)
+    np.testing.assert_allclose(workers(b, 4), pairs, rtol=1e-5, atol=1e-7)
+    assert np.any(pairs[0] != pairs[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [pytest.param("params", (4, 2), marks=pytest.mark.slow), ("momentum", (4,))],
+)
+def test_loss_goes_on_without_a_jump(mode, shape):
+    def losses(state, *shape):
+        step, out = step_of(zero_of(mode, *shape), *shape), []
         for t in range(7, 13):
-            state, metrics = step_of(zero, parts)(state, make_batch(t))
+            state, metrics = step(state, make_batch(t))
             out.append(float(metrics["loss"]))
         return np.array(out)
 
     stayed = losses(copied(trained(mode)), 8)
-    moved = losses(copied(resize(trained(mode), make_tx(zero), mesh_of(4), zero)), 4)
+    moved = losses(copied(go(trained(mode), mode, *shape)), *shape)
     np.testing.assert_allclose(moved[0], stayed[0], rtol=1e-6)
     np.testing.assert_allclose(moved, stayed, rtol=0.01)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, quick=["params", "momentum"]))
 def test_same_mesh_changes_no_bit(mode):
     """Also when only the stage's name or the kind of axis changes."""
     state, zero = trained(mode), MODES[mode]
-    explicit = mesh_of(8, AxisType.Explicit)
+    explicit = mesh_of(8, kind=AxisType.Explicit)
     again = resize(state, make_tx(zero), explicit, zero)
     assert again.params["w"].sharding.mesh == explicit
     jax.tree.map(np.testing.assert_array_equal, state, again)
@@ -231,16 +263,16 @@ def test_same_mesh_changes_no_bit(mode):
     ("old", "new", "parts"),
     [
         ("params", "momentum", 8),
-        ("params", "momentum", 4),
+        pytest.param("params", "momentum", 4, marks=pytest.mark.slow),
         ("momentum", "params", 4),
-        ("momentum", "stage 0", 4),
-        ("stage 0", "int8", 8),
+        ("momentum", "stage 0", 8),
+        pytest.param("stage 0", "int8", 4, marks=pytest.mark.slow),
     ],
 )
 def test_stages_and_gather_legs_convert(old, new, parts):
-    a, b = MODES[old], MODES[new]
-    before = seen(trained(old), a, 8)
-    after = seen(resize(trained(old), make_tx(b), mesh_of(parts), b), b, parts)
+    b = MODES[new]
+    before = seen(trained(old))
+    after = seen(resize(trained(old), make_tx(b), mesh_of(parts), b))
     tolerance = 5e-3 if new == "int8" else 1e-6
     for key, s in before.items():
         t = after[key]
@@ -259,14 +291,13 @@ def test_stages_and_gather_legs_convert(old, new, parts):
             np.testing.assert_array_equal(goes_on, s["M"])
 
 
-@pytest.mark.parametrize("mode", ["params", "momentum"])
+@pytest.mark.parametrize("mode", mostly_slow(["params", "momentum"], quick=["momentum"]))
 def test_a_leaf_that_becomes_dense_is_owed_nothing(mode):
     """All that its momentum will ever add, with gradients of 0 from now on."""
     zero, tx = MODES[mode], make_tx(MODES[mode])
     on_four = resize(trained(mode), tx, mesh_of(4), zero)
     state, _ = step_of(zero, 4)(copied(on_four), make_batch(7))
-    a = seen(state, zero, 4)["u"]
-    b = seen(resize(state, tx, mesh_of(8), zero), zero, 8)["u"]
+    a, b = seen(state)["u"], seen(resize(state, tx, mesh_of(8), zero))["u"]
     assert np.any(a["mean_e"])
     assert "mean_e" not in b
     coasting = B1 / (1 - B1)
