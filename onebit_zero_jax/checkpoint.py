@@ -101,9 +101,7 @@ def _read_arrays(
         raise _corrupt(path, e) from e
     for name, t in targets.items():
         if name not in stored:
-            arrays[name] = jax.jit(
-                lambda t=t: jnp.zeros(t.shape, t.dtype), out_shardings=t.sharding
-            )()
+            arrays[name] = jax.device_put(np.zeros(t.shape, t.dtype), t.sharding)
     wrong = [n for n, d in digests(arrays).items() if d != metadata.arrays[n].digest]
     if wrong:
         names = ", ".join(wrong[:4]) + (" and others" if len(wrong) > 4 else "")
@@ -260,6 +258,7 @@ class CheckpointManager:
             preservation_policy=training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
+        self._saving: int | None = None
 
     def save(self, state: TrainState, *, data_position: Any = None) -> None:
         """Starts saving ``state`` under ``state.step``; waits for a save still under way.
@@ -268,11 +267,15 @@ class CheckpointManager:
         the next :meth:`save`, :meth:`wait` or :meth:`close`.
         """
         arrays, metadata = describe(state, data_position)
-        self._checkpointer.save_async(int(state.step), arrays, custom_metadata=metadata, force=True)
+        step = int(state.step)
+        self._checkpointer.save_async(step, arrays, custom_metadata=metadata, force=True)
+        self._saving = step
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
-        return [c.step for c in self._checkpointer.checkpoints]
+        # Orbax lists what it is still writing.
+        writing = self._saving if self._checkpointer.is_saving_in_progress() else None
+        return [c.step for c in self._checkpointer.checkpoints if c.step != writing]
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""

@@ -131,12 +131,15 @@ def flat(state: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)}
 
 
+@jax.jit
+def _digests(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([digest(x) for x in arrays])
+
+
 def digests(arrays: dict[str, jax.Array]) -> dict[str, int]:
     """:func:`digest` of each, in one program."""
-    if not arrays:
-        return {}
-    values = jax.jit(lambda xs: jnp.stack([digest(x) for x in xs]))(list(arrays.values()))
-    return dict(zip(arrays, np.asarray(values).tolist(), strict=True))
+    values = np.asarray(_digests(list(arrays.values())))
+    return dict(zip(arrays, values.tolist(), strict=True))
 
 
 def describe(state: TrainState, data_position: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
