@@ -21,6 +21,7 @@ from onebit_zero_jax.report import assert_compressed as assert_compressed
 from onebit_zero_jax.report import wire_report as wire_report
 from onebit_zero_jax.resize import resize as resize
 from onebit_zero_jax.shard import zero_shard as zero_shard
+from onebit_zero_jax.skips import SkipLimit as SkipLimit
 from onebit_zero_jax.state import ZeroState as ZeroState
 from onebit_zero_jax.sync import assert_in_sync as assert_in_sync
 from onebit_zero_jax.train import eval_step as eval_step
