@@ -246,6 +246,72 @@ def test_slurm_is_found(tmp_path, env):
     assert ["done" in out.splitlines() for out in outs] == [True, False]
 
 
+# Two processes of two devices, or one of four. Arguments: processes, rank, port, folder.
+TOGETHER = """
+import sys
+import jax
+processes, rank, port = map(int, sys.argv[1:4])
+folder = sys.argv[4]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4 // processes)
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+import onebit_zero_jax as ob
+from onebit_zero_jax.checkpoint_content import digests, flat
+
+devices = np.asarray(jax.devices())
+meshes = Mesh(devices.reshape(2, 2), ("hosts", "local")), Mesh(devices, ("data",))
+zeros = ob.ZeroConfig(axis_name=("hosts", "local")), ob.ZeroConfig(stage=1)
+two, one = (ob.onebit_adamw(1e-2, zero=z, warmup_steps=1, refresh=None) for z in zeros)
+params = {"w": jnp.ones((32, 30)), "b": jnp.zeros(3)}
+if processes > 1:
+    step = ob.train_step(lambda p, x: jnp.sum(jnp.square(p["w"] * x[0])), two, meshes[0], zeros[0])
+    state = ob.init(params, two, meshes[0], zeros[0])
+    for t in range(3):
+        batch = np.random.default_rng((t, rank)).normal(size=(2, 32, 30)).astype(np.float32)
+        state, _ = step(state, batch)
+    ob.save(folder, state)
+    moved = ob.resize(state, one, meshes[1], zeros[1])
+    ob.assert_in_sync(moved)
+    few = Mesh(devices[::2], ("data",))
+    half, _ = ob.restore(folder, params, one, few, zeros[1], resize=True)
+    assert half.opt_state.leaves["w"].worker_error.sharding.mesh.size == 2
+    try:
+        ob.resize(state, one, few, zeros[1])
+    except ValueError as e:
+        assert "several processes" in str(e)
+    else:
+        raise AssertionError("devices of a lost process were accepted")
+    same, _ = ob.restore(folder, params, two, meshes[0], zeros[0])
+    assert digests(flat(same)) == digests(flat(state))
+else:
+    moved, _ = ob.restore(folder, params, one, meshes[1], zeros[1], resize=True)
+print("moved", sorted(digests(flat(moved)).items()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_save_restore_and_resize_together(tmp_path, env):
+    port, folder = str(random.randrange(20000, 30000)), str(tmp_path / "saved")
+    both = [begin("-c", TOGETHER, "2", str(r), port, folder, env=env) for r in range(2)]
+    try:
+        outs = [p.communicate(timeout=280)[0] for p in both]
+    finally:
+        for p in both:
+            if p.poll() is None:
+                kill(p)
+    assert [p.returncode for p in both] == [0, 0], outs
+    outs.append(finish("-c", TOGETHER, "1", "0", port, folder, env=env))
+    moved = [re.findall("moved.*", out) for out in outs]
+    assert moved[0] == moved[1] == moved[2]
+    assert moved[0]
+
+
 # ---------------------------------------------------------------- the launcher
 
 

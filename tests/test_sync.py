@@ -1,11 +1,15 @@
 """Digests, and replicas that drifted apart."""
 
+import gc
+import pathlib
+import resource
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onebit_zero_jax import ZeroConfig, init, onebit_adamw
+from onebit_zero_jax import ZeroConfig, init, onebit_adamw, resize, train_step
 from onebit_zero_jax.sync import assert_in_sync, digest
 
 P = jax.P
@@ -100,3 +104,49 @@ def test_bad_input():
     a, b = (jax.device_put(jnp.ones(3), jax.NamedSharding(mesh_of((2,), (n,)), P())) for n in "ab")
     with pytest.raises(ValueError, match=r"\[1\] is on"):
         assert_in_sync([a, b])
+
+
+def resident_bytes():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_soak():
+    """Thousands of steps with skips, refreshes and resizes: in sync, finite, memory flat."""
+    rng = np.random.default_rng(0)
+    setups = []
+    for shape in ((4,), (2, 2), (3,)):
+        names = ("data",) if len(shape) == 1 else ("slow", "fast")
+        mesh, zero = mesh_of(shape, names), ZeroConfig(axis_name=names, stage=1)
+        tx = onebit_adamw(1e-3, zero=zero, warmup_steps=50, refresh=4)
+        step = train_step(
+            lambda p, x: jnp.mean(jnp.square(x @ p["w"] + p["b"] - 1)), tx, mesh, zero
+        )
+        setups.append((tx, mesh, zero, step))
+    tx, mesh, zero, step = setups[0]
+    state = init({"w": jnp.ones((32, 32)) / 32, "b": jnp.zeros(32)}, tx, mesh, zero)
+    skipped, held, resident = 0, [], []
+    for cycle in range(12):
+        tx, mesh, zero, step = setups[cycle % 3]
+        if cycle:
+            state = resize(state, tx, mesh, zero)
+        for t in range(300):
+            batch = rng.normal(size=(12, 32)).astype("f4")
+            if rng.random() < 0.02:
+                batch[rng.integers(12), rng.integers(32)] = rng.choice([np.nan, np.inf])
+                skipped += 1
+            state, metrics = step(state, batch)
+            if t % 100 == 99:
+                assert_in_sync(state)
+        assert int(metrics["skipped_steps"]) == skipped
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
+        gc.collect()
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        resident.append(resident_bytes())
+    assert skipped > 30
+    assert int(state.step) == 3600
+    # The first two rounds of the three meshes compile and fill caches.
+    assert held[9:] == held[6:9]
+    assert resident[-1] < resident[5] + 32 * 2**20
