@@ -174,7 +174,7 @@ def check_kept(before, after, mode):
 
 CHAINS = {
     "params": [(4,), (6,), (8,), (4, 2), (1,)],
-    "momentum": [(4,), (2, 3)],
+    "momentum": [(2, 3)],
     "stage 0": [(2, 3)],
     "stored": [(6,)],
     "int8": [(2, 4)],

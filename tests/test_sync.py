@@ -32,7 +32,7 @@ def flip_lowest_bit(x):
     return jax.device_put(bits, x.device)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_digest_sees_any_bit_and_any_place_but_no_sharding(dtype):
     x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (8, 4)), dtype)
     reference = int(digest(x))
