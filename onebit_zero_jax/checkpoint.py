@@ -27,7 +27,7 @@ from onebit_zero_jax.checkpoint_content import (
     rebuild,
 )
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.resize import abstract_state, convert, spread
+from onebit_zero_jax.resize import abstract_state, check_convertible, convert, spread
 from onebit_zero_jax.resize_leaf import Parts
 from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import TrainState
@@ -178,6 +178,7 @@ def restore(
     Raises:
       FileNotFoundError: nothing there.
       CorruptCheckpointError: a file is damaged or gone; it is named.
+      NotImplementedError: a conversion from or to stage 3.
       ValueError: parameters, optimizer, mesh, ``zero`` or schedule differ from those
         that were saved; the message names both values.
       ImportError: the extra ``checkpoint`` is not installed.
@@ -188,7 +189,6 @@ def restore(
     target = abstract_state(params, tx, mesh, zero, model_state)
     metadata = _read_metadata(where)
     before = Parts.of(metadata.axes, metadata.zero)
-    check_parameters(metadata, target.params, before, where)
     phases = [s.run.phases for s in zero_states(target.opt_state)]
     differences = differences_from(metadata, mesh, zero, phases)
     if differences and not resize:
@@ -197,6 +197,9 @@ def restore(
             "resize=True to convert it."
         )
     moved = before != Parts.of(mesh.shape, zero) or metadata.zero != zero
+    if moved:
+        check_convertible(metadata.zero, zero)
+    check_parameters(metadata, target.params, before, where)
     wanted = flat(target)
     if not moved:
         for name, x in wanted.items():

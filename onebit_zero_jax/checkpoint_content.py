@@ -112,7 +112,7 @@ def _crc(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, default=list).encode())
 
 
-def parameters(params: Tree, parts: Parts) -> dict[str, list[Any]]:
+def parameters(params: Tree, zero: ZeroConfig, parts: Parts) -> dict[str, list[Any]]:
     """How each parameter is cut: shape, dtype, compressed, blocks, lanes."""
     return {
         leaf.path: [
@@ -122,7 +122,7 @@ def parameters(params: Tree, parts: Parts) -> dict[str, list[Any]]:
             leaf.blocks,
             leaf.lanes,
         ]
-        for leaf in Layout.of(params, parts.owners).leaves
+        for leaf in Layout.of(params, zero, parts.sizes(zero)).leaves
     }
 
 
@@ -171,7 +171,7 @@ def describe(state: TrainState, data_position: Any) -> tuple[dict[str, jax.Array
         axes=axes,
         zero=zero,
         phases=[s.run.phases for s in states],
-        parameters=parameters(state.params, Parts.of(axes, zero)),
+        parameters=parameters(state.params, zero, Parts.of(axes, zero)),
         arrays={n: SavedArray(x.shape, x.dtype.name, sums[n]) for n, x in arrays.items()},
         data_position=data_position,
     )
@@ -240,7 +240,7 @@ def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> T
 
 def check_parameters(metadata: Metadata, params: Tree, parts: Parts, path: Any) -> None:
     """Raises if ``params`` are not those that were saved, or would be cut otherwise."""
-    saved, ours = metadata.parameters, parameters(params, parts)
+    saved, ours = metadata.parameters, parameters(params, metadata.zero, parts)
     for name in [*saved, *ours]:
         if name not in ours or name not in saved:
             has, lacks = ("params", path) if name in ours else (path, "params")

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layers import shard_shapes
 from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.resize_leaf import Known, Parts, Side, convert_leaf, reflow, rework
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
@@ -48,8 +49,13 @@ def abstract_state(
     """
     params, model_state = jax.tree.map(_shape, (params, model_state))
     specs = state_specs(params, tx, mesh, zero, model_state)
+    params = shard_shapes(params, mesh, zero)
     start = jax.shard_map(
-        tx.init, mesh=mesh, in_specs=P(), out_specs=specs.opt_state, check_vma=False
+        tx.init,
+        mesh=mesh,
+        in_specs=(specs.params,),
+        out_specs=specs.opt_state,
+        check_vma=False,
     )
     step: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(step, params, jax.eval_shape(start, params), model_state)
@@ -123,8 +129,6 @@ def _is_zero_state(x: Any) -> bool:
 
 def _storage(zero: ZeroConfig) -> ZeroConfig:
     """``zero`` without what leaves no trace in the state."""
-    if zero.stage not in (0, 1, 2):
-        raise NotImplementedError(f"stage {zero.stage} cannot be converted yet; keep its mesh.")
     params = zero.gather_mode == "params"
     return ZeroConfig(
         stage=min(zero.stage, 1),
@@ -147,7 +151,10 @@ class _Resizing:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        old, new = (Layout.of(self.old.params, parts.owners).leaves for parts in self.parts)
+        old, new = (
+            Layout.of(self.old.params, zero, parts.sizes(zero)).leaves
+            for zero, parts in zip(self.zeros, self.parts, strict=True)
+        )
         self.sides = {
             a.path: tuple(
                 Side(dataclasses.replace(leaf, path=""), _storage(zero), parts)
@@ -303,6 +310,16 @@ def _name(path: Any, empty: str) -> str:
     return jax.tree_util.keystr(path) or empty
 
 
+def check_convertible(zero_before: ZeroConfig, zero: ZeroConfig) -> None:
+    """Raises where no conversion exists."""
+    if 3 in (zero_before.stage, zero.stage):
+        raise NotImplementedError(
+            f"a state of stage {zero_before.stage} cannot be converted for stage {zero.stage}: "
+            "stage 3 keeps its mesh and configuration in this version. Take full_params(state) and "
+            "start anew with init, or restore on the mesh it was saved on."
+        )
+
+
 def convert(
     state: TrainState,
     zero_before: ZeroConfig,
@@ -312,6 +329,7 @@ def convert(
     zero: ZeroConfig,
 ) -> TrainState:
     """:func:`resize` of a state whose arrays may lie anywhere on the devices of ``mesh``."""
+    check_convertible(zero_before, zero)
     new = abstract_state(state.params, tx, mesh, zero, state.model_state)
     parts = Parts.of(mesh.shape, zero)
     return _Resizing(state, new, (zero_before, zero), (parts_before, parts), tx, mesh).run()
@@ -357,6 +375,7 @@ def resize(
       A TrainState as :func:`init` with these arguments makes it.
 
     Raises:
+      NotImplementedError: stage 3, before or after.
       ValueError: another optimizer or other parameters; state of the inner chain that
         depends on blocks; bfloat16 parameters without a master afterwards; devices of
         other processes.

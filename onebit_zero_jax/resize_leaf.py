@@ -34,6 +34,10 @@ class Parts(NamedTuple):
         """Of a mesh with axes of these sizes."""
         return cls(axes[zero.slow], math.prod(axes[a] for a in zero.axes))
 
+    def sizes(self, zero: ZeroConfig) -> dict[str, int]:
+        """Sizes of the data-parallel axes: inverse of :meth:`of`."""
+        return dict(zip(zero.axes, (self.workers, self.owners // self.workers), strict=False))
+
 
 # ---------------------------------------------------------------- arrays
 

@@ -28,6 +28,7 @@ ZEROS = {
     "stage 0, params": ZeroConfig(stage=0, gather="params", momentum_dtype="bfloat16"),
     "stage 1": ZeroConfig(stage=1, error_dtype="int8"),
     "stage 2": ZeroConfig(stage=2),
+    "stage 3": ZeroConfig(stage=3),
 }
 ZERO = ZEROS["stage 2"]
 
@@ -151,6 +152,16 @@ def test_model_state_and_explicit_mesh(tmp_path):
         restore(tmp_path / "x", SHAPES, make_tx(), mesh, ZERO, {**stats, "more": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"holds .model_state\['mean'\] and .* no place"):
         restore(tmp_path / "x", SHAPES, make_tx(), mesh, ZERO)
+
+
+def test_stage_3_keeps_its_mesh(saved):
+    zero = ZEROS["stage 3"]
+    with pytest.raises(ValueError, match="saved with stage=2, zero has 3"):
+        restore(saved, SHAPES, make_tx(zero), mesh_of(), zero)
+    with pytest.raises(NotImplementedError, match="stage 2 cannot be converted for stage 3"):
+        restore(saved, SHAPES, make_tx(zero), mesh_of(), zero, resize=True)
+    with pytest.raises(NotImplementedError, match="stage 2 cannot be converted for stage 3"):
+        resize(trained(), make_tx(zero), mesh_of(), zero)
 
 
 # ---------------------------------------------------------------- elsewhere

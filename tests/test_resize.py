@@ -102,7 +102,7 @@ def seen(state):
     counts = [int(getattr(state.opt_state, f)) for f in ("applied", "variance_updates")]
     live_bc2, bc2 = (1 - B2**n for n in counts)
     leaves = {}
-    for leaf in Layout.of(state.params, parts).leaves:
+    for leaf in Layout.of(state.params, zero, mesh.shape).leaves:
         key = leaf.path[2:-2]
         s = state.opt_state.leaves[key]
         assert isinstance(s, ChunkState) == leaf.compressed
