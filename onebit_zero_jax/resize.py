@@ -49,7 +49,11 @@ def abstract_state(
     """
     params, model_state = jax.tree.map(_shape, (params, model_state))
     specs = state_specs(params, tx, mesh, zero, model_state)
-    params = shard_shapes(params, mesh, zero)
+
+    def place(x: Any, spec: P) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = jax.tree.map(place, shard_shapes(params, mesh, zero), specs.params)
     start = jax.shard_map(
         tx.init,
         mesh=mesh,
@@ -59,11 +63,7 @@ def abstract_state(
     )
     step: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(step, params, jax.eval_shape(start, params), model_state)
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        shapes,
-        specs,
-    )
+    return jax.tree.map(place, shapes, specs)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -164,6 +164,14 @@ def test_stage_3_keeps_its_mesh(saved):
         resize(trained(), make_tx(zero), mesh_of(), zero)
 
 
+def test_stage_3_on_an_explicit_two_speed_mesh(tmp_path):
+    zero = ZeroConfig(axis_name=("slow", "fast"), stage=3)
+    mesh = jax.make_mesh((2, 2), zero.axes, (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    state = init(make_params(), make_tx(zero), mesh, zero)
+    save(tmp_path / "x", state)
+    same(restore(tmp_path / "x", SHAPES, make_tx(zero), mesh, zero)[0], state)
+
+
 # ---------------------------------------------------------------- elsewhere
 
 
