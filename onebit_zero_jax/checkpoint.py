@@ -27,10 +27,10 @@ from onebit_zero_jax.checkpoint_content import (
     rebuild,
 )
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.resize import abstract_state, check_convertible, convert, spread
+from onebit_zero_jax.resize import check_convertible, convert, spread
 from onebit_zero_jax.resize_leaf import Parts
 from onebit_zero_jax.state import zero_states
-from onebit_zero_jax.train_state import TrainState
+from onebit_zero_jax.train_state import TrainState, abstract_state
 
 Tree = Any
 
@@ -186,6 +186,9 @@ def restore(
     Example: see :func:`save`.
     """
     where = _path(path)
+    params, model_state = jax.tree.map(
+        lambda x: x if hasattr(x, "dtype") else np.asarray(x), (params, model_state)
+    )
     target = abstract_state(params, tx, mesh, zero, model_state)
     metadata = _read_metadata(where)
     before = Parts.of(metadata.axes, metadata.zero)

@@ -11,11 +11,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import shard_shapes
 from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.resize_leaf import Known, Parts, Side, convert_leaf, reflow, rework
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
-from onebit_zero_jax.train_state import TrainState, state_specs
+from onebit_zero_jax.train_state import TrainState, abstract_state
 
 P = jax.P
 Tree = Any
@@ -27,48 +26,6 @@ def _program(old: Side, new: Side, treedef: Any, shardings: tuple[NamedSharding,
         functools.partial(convert_leaf, old, new),
         out_shardings=jax.tree.unflatten(treedef, shardings),
     )
-
-
-def abstract_state(
-    params: Tree,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    zero: ZeroConfig,
-    model_state: Tree = None,
-) -> TrainState:
-    """Shapes, dtypes and shardings of what :func:`init` would make, allocating nothing.
-
-    Args:
-      params, tx, mesh, zero, model_state: as for :func:`init`; shapes are enough.
-
-    Returns:
-      A TrainState of ``jax.ShapeDtypeStruct``.
-
-    Raises:
-      ValueError: as :func:`init`.
-    """
-    params, model_state = jax.tree.map(_shape, (params, model_state))
-    specs = state_specs(params, tx, mesh, zero, model_state)
-
-    def place(x: Any, spec: P) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    params = jax.tree.map(place, shard_shapes(params, mesh, zero), specs.params)
-    start = jax.shard_map(
-        tx.init,
-        mesh=mesh,
-        in_specs=(specs.params,),
-        out_specs=specs.opt_state,
-        check_vma=False,
-    )
-    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = TrainState(step, params, jax.eval_shape(start, params), model_state)
-    return jax.tree.map(place, shapes, specs)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

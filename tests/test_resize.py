@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from onebit_zero_jax import ZeroConfig, codec, init, onebit_adamw, train_step
+from onebit_zero_jax import ZeroConfig, abstract_state, codec, init, onebit_adamw, train_step
 from onebit_zero_jax.layout import Layout
-from onebit_zero_jax.resize import abstract_state, resize
+from onebit_zero_jax.resize import resize
 from onebit_zero_jax.resize_leaf import rework
 from onebit_zero_jax.state import ChunkState
 from onebit_zero_jax.sync import assert_in_sync
