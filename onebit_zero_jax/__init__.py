@@ -2,6 +2,10 @@
 
 from onebit_zero_jax.adam import onebit_adam as onebit_adam
 from onebit_zero_jax.adam import onebit_adamw as onebit_adamw
+from onebit_zero_jax.checkpoint import CheckpointManager as CheckpointManager
+from onebit_zero_jax.checkpoint import restore as restore
+from onebit_zero_jax.checkpoint import save as save
+from onebit_zero_jax.checkpoint_content import CorruptCheckpointError as CorruptCheckpointError
 from onebit_zero_jax.clip import clip_by_global_norm as clip_by_global_norm
 from onebit_zero_jax.clip import global_norm as global_norm
 from onebit_zero_jax.collectives import compressed_all_gather as compressed_all_gather
@@ -15,8 +19,11 @@ from onebit_zero_jax.plan import plan as plan
 from onebit_zero_jax.report import WireReport as WireReport
 from onebit_zero_jax.report import assert_compressed as assert_compressed
 from onebit_zero_jax.report import wire_report as wire_report
+from onebit_zero_jax.resize import resize as resize
 from onebit_zero_jax.shard import zero_shard as zero_shard
+from onebit_zero_jax.skips import SkipLimit as SkipLimit
 from onebit_zero_jax.state import ZeroState as ZeroState
+from onebit_zero_jax.sync import assert_in_sync as assert_in_sync
 from onebit_zero_jax.train import eval_step as eval_step
 from onebit_zero_jax.train import train_step as train_step
 from onebit_zero_jax.train_state import TrainState as TrainState
