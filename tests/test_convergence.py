@@ -14,6 +14,21 @@ from convergence import compare, interval, read
 from stacked import Config
 
 
+def test_the_default_of_stage_2_follows_adamw():
+    """On a quadratic, whose excess loss shows noise in the reduce leg many times enlarged.
+
+    Measured: +1.4 % +- 0.8 over these six seeds. A refresh that restarts M from the last
+    decoded one gives +3.1 %, momentum 1 over +100 %. Seeds are fixed, so what is left is
+    rounding, which moved the mean by less than 0.1 between programs.
+    """
+    rows = {r["config"]: r for r in convergence.quick()}
+    ours = rows["params 4"]
+    assert rows["dense"]["over_dense_percent"] == 0
+    assert ours["seeds"] == 6
+    assert -1 < ours["over_dense_percent"] < 2.2
+    assert 4 < ours["bits_steady"] < 5
+
+
 def row(config, seed, loss):
     shared = {"task": "t", "base": "dense", "bits_steady": 5.0, "bits_run": 9.0}
     return {"config": config, "seed": seed, "loss": loss, **shared}
