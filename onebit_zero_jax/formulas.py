@@ -128,7 +128,9 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
             continue
         values = leaf.blocks * codec.ROWS * leaf.lanes  # of a chunk
         reduce_fast += 4 * (f - 1) * (leaf.size if over_fast else values * s)
-        reduce_slow += (s - 1) * (4 * values if dense else _code(leaf, 1))
+        reduce_slow += (s - 1) * 4 * values if dense else 0
+        if not dense or zero.gather_mode == "params":  # With local momentum refreshes code too.
+            reduce_slow += (s - 1) * _code(leaf, 1)
         if mesh.flat:
             chunk = 0
         elif zero.bits == "dense":

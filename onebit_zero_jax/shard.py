@@ -57,6 +57,7 @@ def zero_shard(
         m_i <- b1 prev + (1 - b1) g_i     prev: own m_i ("params") or decoded M ("momentum")
         dense step:       M <- b1 M + (1 - b1) mean g,  v <- b2 v + (1 - b2) (mean g)^2
         compressed step:  q_i, e_i <- encode(m_i + e_i, weight w),  M <- mean_i decode(q_i)
+        refresh:          v of a dense step; M of a compressed step with gather="params"
         gather="params":    owner: x <- x + inner(M / bc1);  all: y <- y + Q(x - y)
         gather="momentum":  all: M <- decode(Q(M + E)),  y <- y + inner(M / bc1)
 
@@ -158,7 +159,9 @@ def zero_shard(
             applied = (state.applied + 1).astype(jnp.float32)
             variance_updates = (state.variance_updates + int(dense)).astype(jnp.float32)
             # Until the first compressed step M is exact, and Adam's denominator is right.
-            exact = (state.step < warmup_steps) if zero.gather_mode == "params" else False
+            exact = zero.gather_mode == "params" and (
+                (state.step < warmup_steps) | (state.variance_updates == 0)
+            )
             this = _Step(
                 zero=zero,
                 layout=layout,
@@ -168,7 +171,7 @@ def zero_shard(
                 bc1=1 - b1**applied,
                 bc2=1 - b2**variance_updates,
                 live_bc2=1 - b2**applied,
-                floor=jnp.where(exact, 0.0, RMS_FLOOR),
+                exact=exact,
             )
             return _walk(this, inner, grads, means, state, params, extra_args)
 
@@ -272,7 +275,12 @@ class _Step:
     bc1: jax.Array  # bias correction of the momentum: 1 - b1^applied
     bc2: jax.Array  # of the variance of compressed leaves: 1 - b2^variance_updates
     live_bc2: jax.Array  # of the variance of dense leaves: 1 - b2^applied
-    floor: jax.Array  # RMS_FLOOR, or 0 while the momentum is exact
+    exact: jax.Array | bool  # whether M is exact: warm-up, with gather="params"
+
+    @property
+    def floor(self) -> jax.Array:
+        """Bounds rms from below, see RMS_FLOOR; no bound while M is exact."""
+        return jnp.where(self.exact, 0.0, RMS_FLOOR)
 
     def own(self, blocks: jax.Array) -> jax.Array:
         """This device's chunk of a whole leaf in blocks."""
@@ -393,6 +401,32 @@ def _reduce_compressed(
     return new_states, owned, norms
 
 
+def _refresh(
+    step: _Step,
+    dense: tuple[list[ChunkState], list[_Owned]],
+    coded: tuple[list[ChunkState], list[_Owned], jax.Array],
+    residual: jax.Array,
+) -> tuple[list[ChunkState], list[_Owned], jax.Array]:
+    """After warm-up a dense step with local momentum is a compressed step, but for v.
+
+    M of the last code holds coding errors that the worker errors take back in this one.
+    b1 M + (1 - b1) g would keep most of them for good.
+    """
+
+    def pick(exact: Any, code: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(step.exact, a, b), exact, code)
+
+    chunks = [
+        s._replace(worker_error=pick(s.worker_error, c.worker_error))
+        for s, c in zip(dense[0], coded[0], strict=True)
+    ]
+    owned = [
+        o._replace(momentum=pick(o.momentum, c.momentum))
+        for o, c in zip(dense[1], coded[1], strict=True)
+    ]
+    return chunks, owned, pick(residual, coded[2])
+
+
 def _learn(step: _Step, s: ChunkState, news: list[jax.Array]) -> ChunkState:
     """Takes in what owners told of a new variance."""
     if not news:
@@ -509,13 +543,16 @@ def _walk(
     local = [step.b1 * prev + (1 - step.b1) * g for prev, g in zip(previous, blocks, strict=True)]
 
     # Reduce leg.
-    residual = state.residual
-    if step.dense:
-        chunks, owned = _reduce_dense(step, leaves, chunks, blocks, previous)
+    residual, owned = state.residual, list[_Owned]()
+    if big and step.dense:
+        exact = _reduce_dense(step, leaves, chunks, blocks, previous)
+        if step.gathers_params:
+            coded = _reduce_compressed(step, chunks, local, weights)
+            chunks, owned, residual = _refresh(step, exact, coded, residual)
+        else:
+            chunks, owned = exact
     elif big:
         chunks, owned, residual = _reduce_compressed(step, chunks, local, weights)
-    else:
-        owned = []
 
     # Owner's update and gather leg, or gather leg and everyone's update.
     updates: list[Any] = [None] * len(states)

@@ -206,10 +206,13 @@ def step(
     new["variance_updates"] = before["variance_updates"] + dense
     bc1, live = 1 - z.b1**count, 1 - z.b2**count
     bc2 = 1 - z.b2 ** new["variance_updates"]
-    floor = 0.1 if z.gather == "momentum" or t >= z.warmup else 0.0
+    exact = z.gather == "params" and (t < z.warmup or not before["variance_updates"])
+    floor = 0.0 if exact else 0.1
     rate = z.learning_rate(before["applied"])
     ties = 0
-    if not dense:
+    # A refresh with local momentum codes M as a compressed step does, with the old weights.
+    coded = not dense or (z.gather == "params" and not exact)
+    if coded and any(leaf.compressed for leaf in leaves):
         new["residual"] = np.zeros((z.parts, 2))
     updates, update_sizes = [], []
 
@@ -256,9 +259,9 @@ def step(
             s["v"] = z.b2 * old["v"] + (1 - z.b2) * mean**2
             size["v"] = s["v"] + 2 * (1 - z.b2) * np.abs(mean) * mean_size
             s["row"], s["col"] = size["row"], size["col"] = factors(leaf, s["v"] / bc2)
-            w = weight(leaf, s)
-        else:
-            w, size["v"] = weight(leaf, s), s["v"]
+        if coded:
+            w = weight(leaf, old)
+            size.setdefault("v", s["v"])
             s["e"], size["e"] = np.zeros_like(old["e"]), np.zeros_like(old["e"])
             M, size_M = np.zeros_like(w), np.zeros_like(w)
             for k in range(z.parts):
@@ -270,6 +273,7 @@ def step(
                 lost, had = ((s["e"][k] * w) ** 2).sum(), ((c * w) ** 2).sum()
                 new["residual"][k] += lost, had
                 ties += tied
+        w = weight(leaf, s)
 
         # Gather leg.
         if z.gather == "momentum":
