@@ -15,8 +15,17 @@ ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 Mask = Any | Callable[[Any], Any]
 
 
-def scale_by_rms(eps: Any) -> optax.GradientTransformationExtraArgs:
-    """Divides updates by ``rms + eps``; ``rms`` is the extra argument of ``zero_shard``."""
+# The largest step in units of the learning rate, unless Adam itself can take a larger one.
+MAX_STEP = 10.0
+
+
+def scale_by_rms(eps: Any, max_step: Any = MAX_STEP) -> optax.GradientTransformationExtraArgs:
+    """Divides updates by ``rms + eps``, to at most ``max_step``.
+
+    ``rms`` is the extra argument of ``zero_shard``. Its variance is frozen between refreshes:
+    where the gradient has grown a thousandfold since (a unit that was dead during warm-up),
+    the quotient would be a thousand.
+    """
 
     def update(
         updates: Any, state: Any, params: Any = None, *, rms: Any, **extra_args: Any
@@ -25,11 +34,19 @@ def scale_by_rms(eps: Any) -> optax.GradientTransformationExtraArgs:
 
         def divide(u: jax.Array, r: jax.Array) -> jax.Array:
             bottom = r + eps
-            return jnp.where(bottom > 0, u / jnp.where(bottom > 0, bottom, 1.0), 0.0)
+            step = jnp.where(bottom > 0, u / jnp.where(bottom > 0, bottom, 1.0), 0.0)
+            return jnp.clip(step, -max_step, max_step)
 
         return jax.tree.map(divide, updates, rms), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _max_step(b1: Any, b2: Any) -> Any:
+    """Adam's own bound is ``(1 - b1) / sqrt(1 - b2)`` (Kingma & Ba 2015, section 2.1)."""
+    if isinstance(b1, jax.Array) or isinstance(b2, jax.Array):
+        return jnp.maximum(MAX_STEP, (1 - b1) / jnp.sqrt(1 - b2))
+    return max(MAX_STEP, (1 - b1) / math.sqrt(1 - b2))
 
 
 def _nonnegative(name: str, value: Any) -> Any:
@@ -52,10 +69,12 @@ def onebit_adamw(
 
     The owner of a chunk, with M and v from :func:`zero_shard`::
 
-        x <- x - lr * ( (M / bc1) / (max(sqrt(v / bc2), 0.1 / w) + eps) + weight_decay * x )
+        u = (M / bc1) / (max(sqrt(v / bc2), 0.1 / w) + eps), within [-10, 10]
+        x <- x - lr * ( u + weight_decay * x )
 
-    v moves on dense steps only (``warmup_steps`` at the start, then refreshes). While
-    all steps are dense and ``gather_bits="dense"`` this is ``optax.adamw``, to rounding.
+    The bound on u is Adam's own, ``(1 - b1) / sqrt(1 - b2)``, where that is larger. v
+    moves on dense steps only (``warmup_steps`` at the start, then refreshes). While all
+    steps are dense and ``gather_bits="dense"`` this is ``optax.adamw``, to rounding.
 
     Args:
       learning_rate: a float, or an optax schedule of the number of applied steps.
@@ -85,10 +104,14 @@ def onebit_adamw(
     """
     if not callable(learning_rate):
         learning_rate = _nonnegative("learning_rate", learning_rate)
+    b1, b2 = (
+        check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
+        for name, value in (("b1", b1), ("b2", b2))
+    )
     eps = _nonnegative("eps", eps)
     weight_decay = _nonnegative("weight_decay", weight_decay)
     inner = optax.chain(
-        scale_by_rms(eps),
+        scale_by_rms(eps, _max_step(b1, b2)),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

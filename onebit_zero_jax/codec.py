@@ -215,7 +215,12 @@ def inverse(weight: jax.Array) -> jax.Array:
 
 
 def encode(
-    x: jax.Array, error: jax.Array | None = None, *, bits: int = 1, weight: jax.Array | None = None
+    x: jax.Array,
+    error: jax.Array | None = None,
+    *,
+    bits: int = 1,
+    weight: jax.Array | None = None,
+    limit: float = math.inf,
 ) -> tuple[Packed, jax.Array]:
     r"""Encodes ``c = x + error`` and returns the code and what it lost.
 
@@ -230,6 +235,8 @@ def encode(
       error: float32 of the same shape, or None for zero.
       bits: 1 to 8.
       weight: float32 >= 0 of the same shape, or None for ones.
+      limit: with 1 bit and a weight, ``|u|`` counts as ``limit`` at most in the scale, so
+        that a few outliers do not drown a block: what they lose stays in the error.
 
     Returns:
       The code, and the new error (float32, shape of ``x``).
@@ -265,7 +272,8 @@ def encode(
             scale = jnp.mean(jnp.abs(u), axis=(-2, -1), keepdims=True)
         else:
             alive = (weight >= _TINY).astype(jnp.float32)
-            total, count = _reduce_blocks((jnp.abs(u), alive), (lax.add, lax.add))
+            size = jnp.abs(u) if limit == math.inf else jnp.minimum(jnp.abs(u), limit)
+            total, count = _reduce_blocks((size, alive), (lax.add, lax.add))
             scale = total / jnp.maximum(count, 1.0)
         level = None
         planes = jnp.expand_dims(pack_bits(positive), -2)

@@ -35,6 +35,9 @@ Phase = Literal["dense", "compressed"]
 
 # Lower bound of the denominator, as a share of the factored estimate 1 / weight.
 RMS_FLOOR = 0.1
+# In units of the gradient's root mean square: momentum beyond it comes from a variance
+# gone stale (a unit that was dead during warm-up), and must not drown its block.
+OUTLIER = 100.0
 # 16 intervals of refreshes must fit int32.
 _MAX_STEPS = 2**27
 # The square of a larger gradient, divided by bc2, might overflow float32.
@@ -385,7 +388,7 @@ def _reduce_compressed(
     norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes)
     for s, m, w in zip(states, local, weights, strict=True):
         e = codec.load(s.worker_error)
-        code, new_e = codec.encode(m, e, bits=1, weight=w)
+        code, new_e = codec.encode(m, e, bits=1, weight=w, limit=OUTLIER)
         lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square((m + e) * w))
         norms = norms + jnp.stack([lost, had])[None]
         new_states.append(s._replace(worker_error=codec.store(new_e, zero.error_dtype)))
@@ -441,7 +444,8 @@ def _gather_momentum(
     sent, errors = [], []
     for s, o in zip(states, owned, strict=True):
         e = codec.load(s.server_error)
-        code, new_e = codec.encode(o.momentum, e, bits=int(step.zero.bits), weight=o.weight)
+        bits = int(step.zero.bits)
+        code, new_e = codec.encode(o.momentum, e, bits=bits, weight=o.weight, limit=OUTLIER)
         errors.append(codec.store(new_e, step.zero.error_dtype))
         sent.append((*code, *o.news))
     got = _broadcast(step, sent)

@@ -105,7 +105,12 @@ def decode(planes: np.ndarray, scale: np.ndarray, weight: np.ndarray) -> np.ndar
 
 
 def encode(
-    c: np.ndarray, size: np.ndarray, weight: np.ndarray, bits: int, seen: np.ndarray
+    c: np.ndarray,
+    size: np.ndarray,
+    weight: np.ndarray,
+    bits: int,
+    seen: np.ndarray,
+    limit: float = np.inf,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Decoded code of ``c``, the size of that, and the number of ties.
 
@@ -117,7 +122,9 @@ def encode(
     """
     u, alive = c * weight, weight > 0
     if bits == 1:
-        scale = np.abs(u).sum(1, keepdims=True) / np.maximum(alive.sum(1, keepdims=True), 1)
+        scale = np.minimum(np.abs(u), limit).sum(1, keepdims=True) / np.maximum(
+            alive.sum(1, keepdims=True), 1
+        )
         level, top = (u >= 0).astype(float), 1
         lower, tie = 0 * level, np.abs(c) <= 2 * TIE * size
     else:
@@ -219,7 +226,8 @@ def step(
     def owner(x, M, size_M, v, size_v, root):
         """Change of x, and its size."""
         bottom = root + z.eps
-        change = over(M / bc1, bottom) + z.decay * x
+        largest = max(10.0, (1 - z.b1) / np.sqrt(1 - z.b2))
+        change = np.clip(over(M / bc1, bottom), -largest, largest) + z.decay * x
         size = over(size_M / bc1 + over(np.abs(M) / bc1 * size_v, v), bottom)
         return -rate * change, rate * (size + z.decay * np.abs(x))
 
@@ -266,7 +274,7 @@ def step(
             M, size_M = np.zeros_like(w), np.zeros_like(w)
             for k in range(z.parts):
                 c, size_c = m[k] + old["e"][k], size_m[k] + np.abs(old["e"][k])
-                q, size_q, tied = encode(c, size_c, w, 1, c - seen["e"][k])
+                q, size_q, tied = encode(c, size_c, w, 1, c - seen["e"][k], 100.0)
                 s["e"][k] = np.where(w > 0, c - q, 0)
                 size["e"][k] = size_c + size_q
                 M, size_M = M + q / z.parts, size_M + size_q / z.parts
@@ -278,7 +286,7 @@ def step(
         # Gather leg.
         if z.gather == "momentum":
             c, size_c = M + old["E"], size_M + np.abs(old["E"])
-            s["M"], size["M"], tied = encode(c, size_c, w, int(z.bits), c - seen["E"])
+            s["M"], size["M"], tied = encode(c, size_c, w, int(z.bits), c - seen["E"], 100.0)
             s["E"], size["E"] = np.where(w > 0, c - s["M"], 0), size_c + size["M"]
             ties += tied
             root = np.sqrt(s["v"] / bc2)

@@ -465,3 +465,37 @@ def test_clip_in_a_chain():
     for phase in ("dense", "dense", "compressed"):
         grads = normal(rng, params, 4)
         bits_equal(plain.step(grads, phase), clipped.step(grads, phase))
+
+
+@pytest.mark.parametrize("gather", ["params", "momentum"])
+def test_units_that_wake_up_after_the_variance_is_frozen(gather):
+    """No step runs away, and the others in the block are not drowned."""
+    zero = ZeroConfig(stage=1, gather=gather)
+    tx = onebit_adamw(1.0, weight_decay=0.0, zero=zero, warmup_steps=3, refresh=None)
+    mesh = jax.make_mesh((1,), ("data",))
+
+    def compile_step(phase):
+        def step(grads, state, params):
+            updates, state = tx.update({"w": grads}, state, params, phase=phase)
+            return updates, state, jax.tree.map(jnp.add, params, updates)
+
+        specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
+        return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+
+    steps = {phase: compile_step(phase) for phase in ("dense", "compressed")}
+    params = {"w": jnp.zeros((64, 64))}
+    start = jax.shard_map(tx.init, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    state = jax.jit(start)(params)
+    noise = np.random.default_rng(0).normal(size=(7, 64, 64)).astype(np.float32)
+    # Row 0 has next to no gradient during warm-up; it shares a block with rows 1 to 15.
+    noise[:3, 0] *= 1e-7
+    for t, grads in enumerate(noise):
+        updates, state, params = steps["dense" if t < 3 else "compressed"](grads, state, params)
+        # The gather leg's codes add to a step of 10 (four bits of the largest change).
+        assert t < 3 or np.abs(updates["w"]).max() < 20
+    # What was decoded for row 15, in units of its root mean square.
+    momentum = state.leaves["w"].momentum
+    if gather == "momentum":
+        assert float(momentum.scale[0, 0, 0]) < 20
+    else:
+        assert abs(float(jnp.ravel(momentum)[15 * 64])) < 20

@@ -516,3 +516,11 @@ def test_log_code_ends_at_its_lowest_level():
     x[0, :3, 0] = 1.0, 2.0**-63.5, 1e-30
     got = np.asarray(decode_log(*encode_log(x)))[0, :4, 0]
     np.testing.assert_allclose(got, [1.0, 2.0**-63.5, 2.0**-63.5, 0.0], rtol=1e-5)
+
+
+def test_outliers_count_up_to_the_limit():
+    """In the scale alone: what they lose stays in the error."""
+    x = jnp.ones((1, 8, 128), jnp.float32).at[0, 0, 0].set(1e6)
+    code, error = codec.encode(x, weight=jnp.ones_like(x), limit=100.0)
+    assert float(code.scale[0, 0, 0]) == pytest.approx((1023 + 100) / 1024)
+    np.testing.assert_array_equal(codec.decode(code) + error, x)
