@@ -28,6 +28,7 @@ from onebit_zero_jax import (
     onebit_lamb,
     onebit_lion,
     onebit_sgdm,
+    resize,
     sgdm,
     state_shardings,
     train_step,
@@ -283,6 +284,18 @@ def test_trust_ratio_under_a_mask():
     tx = zero_shard(optax.chain(masked, optax.scale(-RATE)), zero=EXACT)
     params = {"w": jnp.ones((32, 32)), "u": jnp.ones((32, 64)), "b": jnp.ones(3)}
     state_shardings(params, tx, mesh, EXACT)  # traces an update; raises if devices differ
+
+
+def test_resize_of_a_state_without_worker_errors():
+    tx, params = onebit_lion(RATE, zero=EXACT), {"w": np.ones((32, 32), np.float32)}
+    meshes = [jax.make_mesh((n,), ("data",), devices=jax.devices()[:n]) for n in (PARTS, 2)]
+    state = init(params, tx, meshes[0], EXACT)
+    ones = lambda s: s._replace(worker_momentum=jnp.ones_like(s.worker_momentum))
+    leaves = {"w": ones(state.opt_state.leaves["w"])}
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(leaves=leaves))
+    got = resize(state, tx, meshes[1], EXACT).opt_state.leaves["w"]
+    assert got.worker_error is None
+    np.testing.assert_array_equal(got.worker_momentum.reshape(-1), np.ones(2 * 32 * 32))
 
 
 # ---------------------------------------------------------------- bad input
