@@ -42,14 +42,15 @@ def scale_by_rms(eps: Any, max_step: Any = MAX_STEP) -> optax.GradientTransforma
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _max_step(b1: Any, b2: Any) -> Any:
+def largest_step(b1: Any, b2: Any) -> Any:
     """Adam's own bound is ``(1 - b1) / sqrt(1 - b2)`` (Kingma & Ba 2015, section 2.1)."""
     if isinstance(b1, jax.Array) or isinstance(b2, jax.Array):
         return jnp.maximum(MAX_STEP, (1 - b1) / jnp.sqrt(1 - b2))
     return max(MAX_STEP, (1 - b1) / math.sqrt(1 - b2))
 
 
-def _nonnegative(name: str, value: Any) -> Any:
+def nonnegative(name: str, value: Any) -> Any:
+    """A hyperparameter that is finite and at least 0, validated."""
     return check_number(name, value, lambda x: 0 <= x < math.inf, "finite and at least 0")
 
 
@@ -103,15 +104,15 @@ def onebit_adamw(
       moments are bias-corrected.
     """
     if not callable(learning_rate):
-        learning_rate = _nonnegative("learning_rate", learning_rate)
+        learning_rate = nonnegative("learning_rate", learning_rate)
     b1, b2 = (
         check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
         for name, value in (("b1", b1), ("b2", b2))
     )
-    eps = _nonnegative("eps", eps)
-    weight_decay = _nonnegative("weight_decay", weight_decay)
+    eps = nonnegative("eps", eps)
+    weight_decay = nonnegative("weight_decay", weight_decay)
     inner = optax.chain(
-        scale_by_rms(eps, _max_step(b1, b2)),
+        scale_by_rms(eps, largest_step(b1, b2)),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -204,6 +204,8 @@ class _Resizing:
         old, new = self.sides[path]
         if old == new:
             return jax.tree.map(lambda x, t: _put(x, t.sharding, path), s, target)
+        if isinstance(target, ChunkState):
+            new = dataclasses.replace(new, feedback=target.worker_error is not None)
         same_codes = old.zero == new.zero and old.leaf.lanes == new.leaf.lanes
         b1 = b2 = bc2 = live = 0.0
         if not same_codes and order is not None:

@@ -86,11 +86,16 @@ def _recount(stored: Any, blocks: int, senders: int = 1) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A leaf's place in a state, before or after."""
+    """A leaf's place in a state, before or after.
+
+    Attributes:
+      feedback: whether the state has worker errors.
+    """
 
     leaf: Leaf
     zero: ZeroConfig
     parts: Parts
+    feedback: bool = True
 
     @property
     def blocks(self) -> int:
@@ -174,7 +179,11 @@ def _open(side: Side, s: ChunkState | DenseState, y: jax.Array, known: Known) ->
         )
 
     v = s.variance if side.zero.stage else s.shared
-    error, nothing = each(s.worker_error), jnp.zeros(shape, jnp.float32)
+    nothing = jnp.zeros(shape, jnp.float32)
+    if s.worker_error is None:
+        error = jnp.zeros((workers, *shape), jnp.float32)
+    else:
+        error = each(s.worker_error)
     if side.gathers_params:
         local, own, master = (
             each(s.worker_momentum),
@@ -229,7 +238,11 @@ def _to_chunk(
     kept = chunk.worker_error if chunk is not None and moved is None else None
     state = ChunkState(
         worker_momentum=None,
-        worker_error=per_worker(error, kept, zero.error_dtype, old.zero.error_dtype),
+        worker_error=(
+            per_worker(error, kept, zero.error_dtype, old.zero.error_dtype)
+            if new.feedback
+            else None
+        ),
         server_error=None,
         momentum=None,
         variance=v if zero.stage else None,

@@ -52,6 +52,9 @@ def zero_shard(
     b2: Any = 0.999,
     warmup_steps: Any = 100,
     refresh: Any = 32,
+    momentum_decay: Any = None,
+    bias_correction: bool = True,
+    error_feedback: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs an optax chain on ZeRO shards, with 1-bit momentum between devices.
 
@@ -65,8 +68,10 @@ def zero_shard(
         gather="momentum":  all: M <- decode(Q(M + E)),  y <- y + inner(M / bc1)
 
     ``inner`` gets the bias-corrected momentum as updates, the master parameters, and
-    the extra argument ``rms``: per leaf ``max(sqrt(v / bc2), 0.1 / w)``, the root mean
-    square of the gradient. With ``gather="params"`` it sees the own chunk
+    two extra arguments. ``rms`` is per leaf ``max(sqrt(v / bc2), 0.1 / w)``, the root mean
+    square of the gradient. ``leaf_sums`` is a function for statistics of whole leaves: it
+    takes a tree with an array for each leaf, say a square norm, and adds it up over the
+    pieces of that leaf in one ``psum``. With ``gather="params"`` it sees the own chunk
     ``(blocks, 8, lanes)`` of compressed leaves, with ``"momentum"`` whole leaves; the tree
     has the parameters' structure in both. Second moments that ``inner`` would take of
     the momentum are not Adam's: use ``rms``.
@@ -88,6 +93,13 @@ def zero_shard(
         the learning-rate warm-up.
       refresh: steps from one dense variance refresh to the next, doubling after every
         16 refreshes; None for a variance frozen after warm-up.
+      momentum_decay: decay of the momentum that m_i and M keep, in [b1, 1), where it is
+        not b1: what is sent and applied is then ``c = b1 m + (1 - b1) g`` (Lion).
+        ``gather="params"`` only. None for b1.
+      bias_correction: whether ``inner`` gets M / bc1; else M.
+      error_feedback: whether a device adds what its last code of the reduce leg lost to the
+        next (e_i). It makes sums over steps right at the cost of noise in each, which
+        an update that takes signs cannot average. False for ``gather="params"`` only.
 
     Returns:
       A transformation for use inside ``jax.shard_map`` over the data-parallel axes:
@@ -124,13 +136,23 @@ def zero_shard(
     warmup_steps = _check_steps("warmup_steps", warmup_steps)
     if refresh is not None:
         refresh = _check_steps("refresh", refresh)
+    if momentum_decay is not None:
+        momentum_decay = _check_momentum_decay(momentum_decay, b1, zero)
+    for name, value in (("bias_correction", bias_correction), ("error_feedback", error_feedback)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}.")
+    if not error_feedback and zero.gather_mode == "momentum":
+        raise ValueError(
+            "error_feedback=False needs gather='params': with gather='momentum' (default of stages "
+            "0 and 1) the momentum would restart from codes and lose what they lose."
+        )
     inner = optax.with_extra_args_support(inner)
     phases = Phases(warmup_steps, refresh)
     traced = isinstance(warmup_steps, jax.Array) or isinstance(refresh, jax.Array)
     run = Run(zero, None if traced else phases)
 
     def init(params: Tree) -> ZeroState:
-        return init_state(params, inner, run)
+        return init_state(params, inner, run, error_feedback)
 
     def update(
         updates: Tree,
@@ -165,16 +187,23 @@ def zero_shard(
             exact = zero.gather_mode == "params" and (
                 (state.step < warmup_steps) | (state.variance_updates == 0)
             )
+            if not bias_correction:
+                bc1: Any = 1.0
+            elif momentum_decay is None:
+                bc1 = 1 - b1**applied
+            else:
+                bc1 = 1 - b1 * momentum_decay ** (applied - 1)
             this = _Step(
                 zero=zero,
                 layout=layout,
                 dense=dense,
                 b1=b1,
                 b2=b2,
-                bc1=1 - b1**applied,
+                bc1=bc1,
                 bc2=1 - b2**variance_updates,
                 live_bc2=1 - b2**applied,
                 exact=exact,
+                momentum_decay=momentum_decay,
             )
             return _walk(this, inner, grads, means, state, params, extra_args)
 
@@ -206,6 +235,18 @@ def _check_steps(name: str, value: Any) -> Any:
     return int(value)
 
 
+def _check_momentum_decay(value: Any, b1: Any, zero: ZeroConfig) -> Any:
+    low = 0.0 if isinstance(b1, jax.Array) else b1
+    value = check_number("momentum_decay", value, lambda x: low <= x < 1, f"in [b1, 1), b1={b1}")
+    if zero.gather_mode == "momentum":
+        raise ValueError(
+            f"a momentum that decays by {value} and is sent with b1={b1} needs gather='params': "
+            "with gather='momentum' (default of stages 0 and 1) the momentum restarts from what "
+            "was sent. Use ZeroConfig(gather='params'), or one decay for both."
+        )
+    return value
+
+
 def _check(
     layout: Layout, grads: list[jax.Array], state: ZeroState, axis_name: coll.AxisName
 ) -> None:
@@ -218,11 +259,11 @@ def _check(
                 f"{getattr(g, 'dtype', type(g).__name__)} {getattr(g, 'shape', '')}."
             )
         if leaf.compressed:
+            # Where errors are int8, their first array; where there are none, the momentum.
             same = isinstance(s, ChunkState) and (
-                s.worker_error.shape
-                if hasattr(s.worker_error, "shape")
-                else s.worker_error[0].shape
-            ) == (layout.slow * leaf.blocks, codec.ROWS, leaf.lanes)
+                jax.tree.leaves((s.worker_error, s.worker_momentum))[0].shape
+                == (layout.slow * leaf.blocks, codec.ROWS, leaf.lanes)
+            )
             same = same and jnp.broadcast_shapes(*(f.shape for f in s.factors)) == leaf.shape
         else:
             same = isinstance(s, DenseState) and s.momentum.shape == leaf.shape
@@ -275,10 +316,11 @@ class _Step:
     dense: bool
     b1: Any
     b2: Any
-    bc1: jax.Array  # bias correction of the momentum: 1 - b1^applied
+    bc1: Any  # bias correction of the momentum: 1 - b1^applied; 1 without
     bc2: jax.Array  # of the variance of compressed leaves: 1 - b2^variance_updates
     live_bc2: jax.Array  # of the variance of dense leaves: 1 - b2^applied
     exact: jax.Array | bool  # whether M is exact: warm-up, with gather="params"
+    momentum_decay: Any  # None for b1
 
     @property
     def floor(self) -> jax.Array:
@@ -292,6 +334,25 @@ class _Step:
     def super_chunk(self, blocks: jax.Array) -> jax.Array:
         """The chunks that codes between the devices of the slow axis cover, of a whole leaf."""
         return blocks if self.zero.fast is None else coll.own(blocks, self.zero.fast)
+
+    def kept(self, old: jax.Array, sent: jax.Array) -> jax.Array:
+        """The momentum to keep, ``decay old + (1 - decay) g``, from ``b1 old + (1 - b1) g``."""
+        if self.momentum_decay is None:
+            return sent
+        share = (1 - self.momentum_decay) / (1 - self.b1)
+        return (1 - share) * old + share * sent
+
+    def leaf_sums(self, tree: Tree) -> Tree:
+        """Sums over the pieces of a leaf: every device has one of a chunked leaf."""
+        nodes = self.layout.flatten(tree, "what leaf_sums adds up")
+        pairs = zip(self.layout.leaves, nodes, strict=True)
+        # Links under optax.masked leave a node without arrays at some leaves.
+        pieces = [x if leaf.compressed and self.gathers_params else None for leaf, x in pairs]
+        arrays, treedef = jax.tree.flatten(pieces)
+        with jax.named_scope("metrics"):
+            sums = jax.tree.unflatten(treedef, _fused_psum(arrays, self.zero.axes))
+        merged = [x if s is None else s for x, s in zip(nodes, sums, strict=True)]
+        return self.layout.unflatten(merged)
 
     @property
     def gathers_params(self) -> bool:
@@ -315,19 +376,18 @@ def _weight(
     return jnp.where(_seen(step, jax.tree.map(part, s.shared)), part(factored), 0.0)
 
 
-def _adam_moments(step: _Step, s: DenseState, g: jax.Array) -> DenseState:
-    """Adam's own moments, for a dense leaf."""
-    return s._replace(
-        momentum=step.b1 * s.momentum + (1 - step.b1) * g,
-        variance=step.b2 * s.variance + (1 - step.b2) * jnp.square(g),
-    )
+def _adam_moments(step: _Step, s: DenseState, g: jax.Array) -> tuple[DenseState, jax.Array]:
+    """Adam's own moments, for a dense leaf; also the momentum to apply."""
+    m = step.b1 * s.momentum + (1 - step.b1) * g
+    v = step.b2 * s.variance + (1 - step.b2) * jnp.square(g)
+    return s._replace(momentum=step.kept(s.momentum, m), variance=v), m
 
 
 class _Owned(NamedTuple):
     """What the owner of a chunk holds after the reduce leg.
 
     Attributes:
-      momentum: M.
+      momentum: M, as it is applied.
       variance: v.
       weight: w, 0 wherever v is 0.
       news: what all devices must learn of a new v; empty in a compressed step.
@@ -387,11 +447,14 @@ def _reduce_compressed(
     codes: list[jax.Array] = []
     norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes)
     for s, m, w in zip(states, local, weights, strict=True):
-        e = codec.load(s.worker_error)
+        e = None if s.worker_error is None else codec.load(s.worker_error)
         code, new_e = codec.encode(m, e, bits=1, weight=w, limit=OUTLIER)
-        lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square((m + e) * w))
+        c = m if e is None else m + e
+        lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square(c * w))
         norms = norms + jnp.stack([lost, had])[None]
-        new_states.append(s._replace(worker_error=codec.store(new_e, zero.error_dtype)))
+        if e is not None:
+            s = s._replace(worker_error=codec.store(new_e, zero.error_dtype))
+        new_states.append(s)
         codes.extend(code)
     with jax.named_scope("reduce_leg"):
         received = coll.exchange(codes, zero.slow)
@@ -521,8 +584,8 @@ def _walk(
 
     for i, g in enumerate(means):
         if g is not None:
-            states[i] = _adam_moments(step, states[i], g)
-            first[i] = states[i].momentum / step.bc1
+            states[i], m = _adam_moments(step, states[i], g)
+            first[i] = m / step.bc1
             rms[i] = jnp.sqrt(states[i].variance / step.live_bc2)
 
     # Full reduction over the fast axis, then local momentum.
@@ -562,8 +625,11 @@ def _walk(
     updates: list[Any] = [None] * len(states)
     if step.gathers_params:
         chunks = [
-            s._replace(worker_momentum=codec.store(m, zero.momentum_dtype), momentum=o.momentum)
-            for s, m, o in zip(chunks, local, owned, strict=True)
+            s._replace(
+                worker_momentum=codec.store(step.kept(prev, m), zero.momentum_dtype),
+                momentum=step.kept(s.momentum, o.momentum),
+            )
+            for s, prev, m, o in zip(chunks, previous, local, owned, strict=True)
         ]
         for i, o in zip(big, owned, strict=True):
             first[i] = o.momentum / step.bc1
@@ -585,6 +651,7 @@ def _walk(
         state.inner,
         layout.unflatten(masters),
         rms=layout.unflatten(rms),
+        leaf_sums=step.leaf_sums,
         **extra_args,
     )
     change = layout.flatten(change, "the inner chain's updates")

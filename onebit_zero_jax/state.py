@@ -94,7 +94,7 @@ class ChunkState(NamedTuple):
     Attributes:
       worker_momentum: m_i ``(S * blocks, 8, lanes)`` in ``momentum_dtype``;
         ``gather="params"`` only.
-      worker_error: e_i ``(S * blocks, 8, lanes)`` in ``error_dtype``.
+      worker_error: e_i ``(S * blocks, 8, lanes)`` in ``error_dtype``; None without feedback.
       server_error: E of the own chunk, in ``error_dtype``; ``gather="momentum"`` only.
       momentum: ``"params"``: M of the own chunk, float32. ``"momentum"``: codes of M of
         the whole leaf, equal on all devices.
@@ -155,7 +155,12 @@ class ZeroState(NamedTuple):
     run: Run
 
 
-def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: Run) -> ZeroState:
+def init_state(
+    params: Tree,
+    inner: optax.GradientTransformationExtraArgs,
+    run: Run,
+    error_feedback: bool = True,
+) -> ZeroState:
     """State before the first step; inside ``shard_map`` over the data-parallel axes."""
     zero, axes = run.zero, run.zero.axes
     # optax.tree.map_params calls init with a leafless placeholder and no axis bound.
@@ -185,7 +190,7 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
         means = jax.eval_shape(codec.mean_factors, jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
         state = ChunkState(
             worker_momentum=None,
-            worker_error=zeros(leaf, slow * leaf.blocks, zero.error_dtype),
+            worker_error=None,
             server_error=None,
             momentum=None,
             variance=zeros(leaf, leaf.blocks) if zero.stage else None,
@@ -193,6 +198,9 @@ def init_state(params: Tree, inner: optax.GradientTransformationExtraArgs, run: 
             factors=Factors(*(jnp.zeros(m.shape, jnp.float32) for m in means)),
             master=None,
         )
+        if error_feedback:
+            error = zeros(leaf, slow * leaf.blocks, zero.error_dtype)
+            state = state._replace(worker_error=error)
         if gathers_params:
             x = x.astype(jnp.float32)
             return state._replace(

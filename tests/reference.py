@@ -35,6 +35,11 @@ class Settings:
     decay: float
     warmup: int
     refresh: int | None
+    # Of other optimizers: (rate, x, M / bc1, its size with that of v, root) -> change, size.
+    inner: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
+    momentum_decay: float | None = None
+    bias_correction: bool = True
+    error_feedback: bool = True
 
 
 def dense_steps(warmup: int, refresh: int | None, total: int) -> set[int]:
@@ -211,7 +216,8 @@ def step(
     dense = t in dense_steps(z.warmup, z.refresh, t + 1)
     count = new["applied"] = before["applied"] + 1
     new["variance_updates"] = before["variance_updates"] + dense
-    bc1, live = 1 - z.b1**count, 1 - z.b2**count
+    bc1 = 1 - z.b1**count if z.bias_correction else 1.0
+    live = 1 - z.b2**count
     bc2 = 1 - z.b2 ** new["variance_updates"]
     exact = z.gather == "params" and (t < z.warmup or not before["variance_updates"])
     floor = 0.0 if exact else 0.1
@@ -222,13 +228,21 @@ def step(
     if coded and any(leaf.compressed for leaf in leaves):
         new["residual"] = np.zeros((z.parts, 2))
     updates, update_sizes = [], []
+    decay = z.b1 if z.momentum_decay is None else z.momentum_decay
+
+    def average(decay, old, g, size_g):
+        """decay old + (1 - decay) g, and its size."""
+        return decay * old + (1 - decay) * g, decay * np.abs(old) + (1 - decay) * size_g
 
     def owner(x, M, size_M, v, size_v, root):
         """Change of x, and its size."""
+        size = size_M / bc1 + over(np.abs(M) / bc1 * size_v, v)
+        if z.inner is not None:
+            return z.inner(rate, x, M / bc1, size, root)
         bottom = root + z.eps
         largest = max(10.0, (1 - z.b1) / np.sqrt(1 - z.b2))
         change = np.clip(over(M / bc1, bottom), -largest, largest) + z.decay * x
-        size = over(size_M / bc1 + over(np.abs(M) / bc1 * size_v, v), bottom)
+        size = over(size, bottom)
         return -rate * change, rate * (size + z.decay * np.abs(x))
 
     for i, leaf in enumerate(leaves):
@@ -237,13 +251,13 @@ def step(
         s = new["leaves"][i] = dict(old)
         if not leaf.compressed:
             mean, mean_size = g.mean(0), np.abs(g).mean(0)
-            s["M"] = z.b1 * old["M"] + (1 - z.b1) * mean
-            size["M"] = z.b1 * np.abs(old["M"]) + (1 - z.b1) * mean_size
+            M, size_M = average(z.b1, old["M"], mean, mean_size)
+            s["M"], size["M"] = average(decay, old["M"], mean, mean_size)
             s["v"] = z.b2 * old["v"] + (1 - z.b2) * mean**2
             size["v"] = s["v"] + 2 * (1 - z.b2) * np.abs(mean) * mean_size
             x = old["master"] if z.gather == "params" else y
             root = np.sqrt(s["v"] / live)
-            change, change_size = owner(x, s["M"], size["M"], s["v"], size["v"], root)
+            change, change_size = owner(x, M, size_M, s["v"], size["v"], root)
             if z.gather == "params":
                 s["master"], size["master"] = x + change, np.abs(x) + change_size
                 change, change_size = s["master"] - y, size["master"] + np.abs(y)
@@ -254,16 +268,14 @@ def step(
         # Local momentum, or a restart from the momentum that all share.
         g = np.stack([leaf.cut(x) for x in g])
         prev = old["m"] if z.gather == "params" else np.stack([old["M"]] * z.parts)
-        m = z.b1 * prev + (1 - z.b1) * g
-        size_m = z.b1 * np.abs(prev) + (1 - z.b1) * np.abs(g)
+        m, size_m = average(z.b1, prev, g, np.abs(g))
         if z.gather == "params":
-            s["m"], size["m"] = m, size_m
+            s["m"], size["m"] = average(decay, prev, g, np.abs(g))
 
         # Reduce leg.
         if dense:
             mean, mean_size = g.mean(0), np.abs(g).mean(0)
-            M = z.b1 * old["M"] + (1 - z.b1) * mean
-            size_M = z.b1 * np.abs(old["M"]) + (1 - z.b1) * mean_size
+            M, size_M = average(z.b1, old["M"], mean, mean_size)
             s["v"] = z.b2 * old["v"] + (1 - z.b2) * mean**2
             size["v"] = s["v"] + 2 * (1 - z.b2) * np.abs(mean) * mean_size
             s["row"], s["col"] = size["row"], size["col"] = factors(leaf, s["v"] / bc2)
@@ -280,6 +292,8 @@ def step(
                 M, size_M = M + q / z.parts, size_M + size_q / z.parts
                 lost, had = ((s["e"][k] * w) ** 2).sum(), ((c * w) ** 2).sum()
                 new["residual"][k] += lost, had
+                s["e"][k] *= z.error_feedback
+                size["e"][k] *= z.error_feedback
                 ties += tied
         w = weight(leaf, s)
 
@@ -302,7 +316,9 @@ def step(
             updates.append(change)
             update_sizes.append(change_size)
         else:
-            s["M"], size["M"] = M, size_M
+            # What was sent tells the mean gradient: g = (M - b1 old) / (1 - b1).
+            share = (1 - decay) / (1 - z.b1)
+            s["M"], size["M"] = average(1 - share, old["M"], M, size_M)
             root = np.maximum(np.sqrt(s["v"] / bc2), over(np.full(w.shape, floor), w))
             x, replica = old["master"], leaf.cut(y)
             change, change_size = owner(x, M, size_M, s["v"], size["v"], root)

@@ -373,7 +373,7 @@ def test_stored_errors_and_momentum_stay_close(gather, rtol):
 def test_strict_promotion(gather):
     """optax's own arithmetic is not strict, so the chain on the chunk is a plain one."""
 
-    def update(updates, state, params, *, rms):
+    def update(updates, state, params, *, rms, **extra_args):
         change = jax.tree.map(lambda u, r, p: -0.01 * u / (r + 1e-8), updates, rms, params)
         return change, state
 

@@ -120,7 +120,8 @@ def read(zero, leaves, state):
             continue
         whole = (leaf.blocks, 8 * leaf.lanes)
         r["row"], r["col"] = same(s.factors.row), same(s.factors.col)
-        r["e"] = s.worker_error.reshape(-1, *whole).astype(np.float64)
+        error = s.worker_error if s.worker_error is not None else 0 * s.worker_momentum
+        r["e"] = error.reshape(-1, *whole).astype(np.float64)
         v = same(s.shared).reshape(whole) if zero.stage == 0 else blocks(s.variance)
         r["v"] = v.astype(np.float64)
         if zero.gather_mode == "params":
