@@ -14,7 +14,7 @@ demo: $(VENV)/.ready  ## train the demo GPT, compressed and dense, and compare
 	$(BIN)/python examples/train_gpt.py --compare --out out
 
 test: lint  ## lint, types, tests, doctests and examples
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not slow"
 
 test-slow: $(VENV)/.ready  ## the longer runs
 	$(BIN)/python -m pytest -m slow

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from tasks import Task
 
 import onebit_zero_jax as ob
-from onebit_zero_jax import codec, shard
+from onebit_zero_jax import codec, legs, shard
 from onebit_zero_jax.state import Phases, zero_states
 from onebit_zero_jax.train_state import state_specs
 from onebit_zero_jax.wire import traced_bytes
@@ -70,7 +70,7 @@ def _exact_reduce(step: Any, states: Any, local: Any, weights: Any) -> Any:
     owned = []
     for s, m, w in zip(states, local, weights, strict=True):
         mean = step.own(jax.lax.pmean(m, step.zero.slow))
-        owned.append(shard._Owned(mean, s.variance, step.own(w), ()))
+        owned.append(legs.Owned(mean, s.variance, step.own(w), ()))
     return states, owned, jnp.zeros((1, 2), jnp.float32)
 
 
@@ -95,11 +95,11 @@ def _one_block(size: int, parts: int = 1) -> tuple[int, int]:
 
 WEIGHT_FACTORS = codec.weight_factors
 # Without weights nothing bounds a step from below but eps, as in the published method.
-_NO_WEIGHT = ((codec, "weight_factors", _unweighted), (shard, "RMS_FLOOR", 0.0))
+_NO_WEIGHT = ((codec, "weight_factors", _unweighted), (legs, "RMS_FLOOR", 0.0))
 ABLATIONS: dict[str | None, tuple[tuple[Any, str, Any], ...]] = {
     None: (),
-    "refresh restarts M": ((shard, "_refresh", _restart),),
-    "exact reduce": ((shard, "_reduce_compressed", _exact_reduce),),
+    "refresh restarts M": ((shard, "reduce_refresh", _restart),),
+    "exact reduce": ((shard, "reduce_compressed", _exact_reduce),),
     "no weight": _NO_WEIGHT,
     "blocks of 128": ((codec, "block_shape", _narrow),),
     "published": (*_NO_WEIGHT, (codec, "block_shape", _one_block)),

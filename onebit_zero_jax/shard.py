@@ -5,9 +5,7 @@ local momentum -> code -> reduce leg -> owner's update -> gather leg -> updates.
 runs inside ``jax.shard_map``. Lists below run over the leaves of the parameter tree.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +15,23 @@ from jax import lax
 
 from onebit_zero_jax import codec
 from onebit_zero_jax import collectives as coll
-from onebit_zero_jax.codec import Packed
 from onebit_zero_jax.config import ZeroConfig, check_number
-from onebit_zero_jax.layout import Layout, Leaf
+from onebit_zero_jax.layout import Layout
+from onebit_zero_jax.legs import (
+    Owned,
+    Step,
+    adam_moments,
+    gather_momentum,
+    gather_params,
+    leaf_weight,
+    reduce_compressed,
+    reduce_dense,
+    reduce_dense_leaves,
+    reduce_refresh,
+)
 from onebit_zero_jax.state import (
     ChunkState,
     DenseState,
-    Log8,
     Phases,
     Run,
     Tree,
@@ -33,15 +41,8 @@ from onebit_zero_jax.state import (
 
 Phase = Literal["dense", "compressed"]
 
-# Lower bound of the denominator, as a share of the factored estimate 1 / weight.
-RMS_FLOOR = 0.1
-# In units of the gradient's root mean square: momentum beyond it comes from a variance
-# gone stale (a unit that was dead during warm-up), and must not drown its block.
-OUTLIER = 100.0
 # 16 intervals of refreshes must fit int32.
 _MAX_STEPS = 2**27
-# The square of a larger gradient, divided by bc2, might overflow float32.
-_MAX_GRADIENT = 2.0**62
 
 
 def zero_shard(
@@ -173,7 +174,7 @@ def zero_shard(
             return updates, state
         grads = layout.values(updates, "the gradient tree")
         _check(layout, grads, state, zero.axis_name)
-        means, nonfinite = _reduce_dense_leaves(layout, grads, zero.axes)
+        means, nonfinite = reduce_dense_leaves(layout, grads, zero.axes)
         ok = jnp.sum(nonfinite) == 0
 
         def step(dense: bool) -> tuple[Tree, ZeroState]:
@@ -193,7 +194,7 @@ def zero_shard(
                 bc1 = 1 - b1**applied
             else:
                 bc1 = 1 - b1 * momentum_decay ** (applied - 1)
-            this = _Step(
+            this = Step(
                 zero=zero,
                 layout=layout,
                 dense=dense,
@@ -276,296 +277,8 @@ def _check(
         coll.check_varies(leaf.path, g, axis_name)
 
 
-def _reduce_dense_leaves(
-    layout: Layout, grads: list[jax.Array], axes: coll.AxisName
-) -> tuple[list[jax.Array | None], jax.Array]:
-    """Means of the dense leaves' gradients, and per leaf on how many devices it is bad.
-
-    One psum carries both.
-    """
-    wide = [g.astype(jnp.float32) for g in grads]
-    # NaN compares false, so it is bad too. No maximum: XLA's on CPU drops NaN in some shapes.
-    bad = [~jnp.all(jnp.abs(g) < _MAX_GRADIENT) for g in wide]
-    small = [g for leaf, g in zip(layout.leaves, wide, strict=True) if not leaf.compressed]
-    with jax.named_scope("dense_leaves"):
-        flags, *sums = _fused_psum([jnp.stack(bad).astype(jnp.float32), *small], axes)
-    means = iter(sums)
-    devices = coll.axis_size(axes)
-    mean = [None if leaf.compressed else next(means) / devices for leaf in layout.leaves]
-    return mean, flags.astype(jnp.int32)
-
-
-def _fused_psum(arrays: list[jax.Array], axes: coll.AxisName) -> list[jax.Array]:
-    """``psum`` of many float32 arrays in one collective."""
-    if not arrays:
-        return []
-    buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axes)
-    buffer = lax.psum(buffer, axes)
-    ends = np.cumsum([x.size for x in arrays])
-    return [
-        buffer[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """What one step of one phase is made of; all its gradients are taken as finite."""
-
-    zero: ZeroConfig
-    layout: Layout
-    dense: bool
-    b1: Any
-    b2: Any
-    bc1: Any  # bias correction of the momentum: 1 - b1^applied; 1 without
-    bc2: jax.Array  # of the variance of compressed leaves: 1 - b2^variance_updates
-    live_bc2: jax.Array  # of the variance of dense leaves: 1 - b2^applied
-    exact: jax.Array | bool  # whether M is exact: warm-up, with gather="params"
-    momentum_decay: Any  # None for b1
-
-    @property
-    def floor(self) -> jax.Array:
-        """Bounds rms from below, see RMS_FLOOR; no bound while M is exact."""
-        return jnp.where(self.exact, 0.0, RMS_FLOOR)
-
-    def own(self, blocks: jax.Array) -> jax.Array:
-        """This device's chunk of a whole leaf in blocks."""
-        return coll.own(blocks, self.zero.owner_axes)
-
-    def super_chunk(self, blocks: jax.Array) -> jax.Array:
-        """The chunks that codes between the devices of the slow axis cover, of a whole leaf."""
-        return blocks if self.zero.fast is None else coll.own(blocks, self.zero.fast)
-
-    def kept(self, old: jax.Array, sent: jax.Array) -> jax.Array:
-        """The momentum to keep, ``decay old + (1 - decay) g``, from ``b1 old + (1 - b1) g``."""
-        if self.momentum_decay is None:
-            return sent
-        share = (1 - self.momentum_decay) / (1 - self.b1)
-        return (1 - share) * old + share * sent
-
-    def leaf_sums(self, tree: Tree) -> Tree:
-        """Sums over the pieces of a leaf: every device has one of a chunked leaf."""
-        nodes = self.layout.flatten(tree, "what leaf_sums adds up")
-        pairs = zip(self.layout.leaves, nodes, strict=True)
-        # Links under optax.masked leave a node without arrays at some leaves.
-        pieces = [x if leaf.compressed and self.gathers_params else None for leaf, x in pairs]
-        arrays, treedef = jax.tree.flatten(pieces)
-        with jax.named_scope("metrics"):
-            sums = jax.tree.unflatten(treedef, _fused_psum(arrays, self.zero.axes))
-        merged = [x if s is None else s for x, s in zip(nodes, sums, strict=True)]
-        return self.layout.unflatten(merged)
-
-    @property
-    def gathers_params(self) -> bool:
-        return self.zero.gather_mode == "params"
-
-
-def _seen(step: _Step, shared: Any) -> jax.Array:
-    """Where v > 0, from (a part of) ``ChunkState.shared``: bool; False on padding."""
-    if isinstance(shared, Log8):
-        return shared.levels > 0
-    if step.zero.stage:
-        return codec.unpack_bits(shared)
-    return shared > 0
-
-
-def _weight(
-    step: _Step, leaf: Leaf, s: ChunkState, part: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """w of a part of a leaf in blocks; 0 on padding and wherever v is 0."""
-    factored = step.layout.to_blocks(leaf, codec.weight_of(s.factors))
-    return jnp.where(_seen(step, jax.tree.map(part, s.shared)), part(factored), 0.0)
-
-
-def _adam_moments(step: _Step, s: DenseState, g: jax.Array) -> tuple[DenseState, jax.Array]:
-    """Adam's own moments, for a dense leaf; also the momentum to apply."""
-    m = step.b1 * s.momentum + (1 - step.b1) * g
-    v = step.b2 * s.variance + (1 - step.b2) * jnp.square(g)
-    return s._replace(momentum=step.kept(s.momentum, m), variance=v), m
-
-
-class _Owned(NamedTuple):
-    """What the owner of a chunk holds after the reduce leg.
-
-    Attributes:
-      momentum: M, as it is applied.
-      variance: v.
-      weight: w, 0 wherever v is 0.
-      news: what all devices must learn of a new v; empty in a compressed step.
-    """
-
-    momentum: jax.Array
-    variance: jax.Array
-    weight: jax.Array
-    news: tuple[jax.Array, ...]
-
-
-def _reduce_dense(
-    step: _Step,
-    leaves: list[Leaf],
-    states: list[ChunkState],
-    grads: list[jax.Array],
-    previous: list[jax.Array],
-) -> tuple[list[ChunkState], list[_Owned]]:
-    """Dense reduce leg: Adam's moments on the owner, and new factors for everyone."""
-    zero, layout = step.zero, step.layout
-    moments: list[tuple[jax.Array, jax.Array]] = []
-    means: list[jax.Array] = []
-    for leaf, s, g, prev in zip(leaves, states, grads, previous, strict=True):
-        with jax.named_scope("reduce_leg"):
-            g = lax.psum_scatter(g, zero.slow, scatter_dimension=0, tiled=True) / layout.slow
-        prev = s.momentum if step.gathers_params else coll.own(prev, zero.slow)
-        v = s.variance if zero.stage else step.own(s.shared)
-        m = step.b1 * prev + (1 - step.b1) * g
-        v = step.b2 * v + (1 - step.b2) * jnp.square(g)
-        moments.append((m, v))
-        whole = layout.from_blocks(leaf, coll.place(v / step.bc2, zero.owner_axes))
-        means.extend(codec.mean_factors(whole))
-    with jax.named_scope("weights"):
-        means = _fused_psum(means, zero.owner_axes)
-    new_states, owned = [], []
-    for k, (leaf, s, (m, v)) in enumerate(zip(leaves, states, moments, strict=True)):
-        factors = codec.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
-        factored = layout.to_blocks(leaf, codec.weight_of(factors))
-        weight = jnp.where(v > 0, step.own(factored), 0.0)
-        if not zero.stage:
-            news: tuple[jax.Array, ...] = (v,)
-        elif step.gathers_params:
-            news = (codec.pack_bits(v > 0),)
-        else:
-            news = codec.encode_log(jnp.sqrt(v / step.bc2))
-        new_states.append(s._replace(factors=factors, variance=v if zero.stage else None))
-        owned.append(_Owned(m, v, weight, news))
-    return new_states, owned
-
-
-def _reduce_compressed(
-    step: _Step, states: list[ChunkState], local: list[jax.Array], weights: list[jax.Array]
-) -> tuple[list[ChunkState], list[_Owned], jax.Array]:
-    """1-bit reduce leg with worker error; v and w stay. Also returns the residual's norms."""
-    zero = step.zero
-    new_states: list[ChunkState] = []
-    codes: list[jax.Array] = []
-    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes)
-    for s, m, w in zip(states, local, weights, strict=True):
-        e = None if s.worker_error is None else codec.load(s.worker_error)
-        code, new_e = codec.encode(m, e, bits=1, weight=w, limit=OUTLIER)
-        c = m if e is None else m + e
-        lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square(c * w))
-        norms = norms + jnp.stack([lost, had])[None]
-        if e is not None:
-            s = s._replace(worker_error=codec.store(new_e, zero.error_dtype))
-        new_states.append(s)
-        codes.extend(code)
-    with jax.named_scope("reduce_leg"):
-        received = coll.exchange(codes, zero.slow)
-    owned = []
-    for k, (s, w) in enumerate(zip(states, weights, strict=True)):
-        weight = coll.own(w, zero.slow)
-        m = codec.decode_mean(Packed(received[2 * k], received[2 * k + 1]), weight)
-        v = s.variance if zero.stage else step.own(s.shared)
-        owned.append(_Owned(m, v, weight, ()))
-    return new_states, owned, norms
-
-
-def _refresh(
-    step: _Step,
-    dense: tuple[list[ChunkState], list[_Owned]],
-    coded: tuple[list[ChunkState], list[_Owned], jax.Array],
-    residual: jax.Array,
-) -> tuple[list[ChunkState], list[_Owned], jax.Array]:
-    """After warm-up a dense step with local momentum is a compressed step, but for v.
-
-    M of the last code holds coding errors that the worker errors take back in this one.
-    b1 M + (1 - b1) g would keep most of them for good.
-    """
-
-    def pick(exact: Any, code: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(step.exact, a, b), exact, code)
-
-    chunks = [
-        s._replace(worker_error=pick(s.worker_error, c.worker_error))
-        for s, c in zip(dense[0], coded[0], strict=True)
-    ]
-    owned = [
-        o._replace(momentum=pick(o.momentum, c.momentum))
-        for o, c in zip(dense[1], coded[1], strict=True)
-    ]
-    return chunks, owned, pick(residual, coded[2])
-
-
-def _learn(step: _Step, s: ChunkState, news: list[jax.Array]) -> ChunkState:
-    """Takes in what owners told of a new variance."""
-    if not news:
-        return s
-    return s._replace(shared=Log8(*news) if len(news) == 2 else news[0])
-
-
-def _gather_momentum(
-    step: _Step, states: list[ChunkState], owned: list[_Owned]
-) -> list[ChunkState]:
-    """Gather leg of Q(M + E), with server error; everyone keeps the codes as its momentum."""
-    sent, errors = [], []
-    for s, o in zip(states, owned, strict=True):
-        e = codec.load(s.server_error)
-        bits = int(step.zero.bits)
-        code, new_e = codec.encode(o.momentum, e, bits=bits, weight=o.weight, limit=OUTLIER)
-        errors.append(codec.store(new_e, step.zero.error_dtype))
-        sent.append((*code, *o.news))
-    got = _broadcast(step, sent)
-    return [
-        _learn(step, s._replace(momentum=Packed(*x[:2]), server_error=e), x[2:])
-        for s, e, x in zip(states, errors, got, strict=True)
-    ]
-
-
-def _gather_params(
-    step: _Step,
-    leaves: list[Leaf],
-    states: list[ChunkState],
-    owned: list[_Owned],
-    params: list[jax.Array],
-) -> tuple[list[ChunkState], list[jax.Array]]:
-    """Gather leg of Q(x - y); x - y is its own error feedback. Returns the updates of y."""
-    layout, zero = step.layout, step.zero
-    sent, masters, new_states, updates = [], [], [], []
-    for leaf, s, o, y in zip(leaves, states, owned, params, strict=True):
-        if zero.flat or zero.bits == "dense":
-            masters.append(s.master)
-            sent.append(o.news if zero.flat else (s.master.astype(leaf.dtype), *o.news))
-            continue
-        replica = layout.own(leaf, y.astype(jnp.float32), zero.owner_axes)
-        alive = o.variance > 0
-        # Nobody would learn of a change of the others: not even weight decay moves them.
-        masters.append(jnp.where(alive, s.master, replica))
-        weight = alive.astype(jnp.float32)
-        code, _ = codec.encode(masters[-1] - replica, bits=int(zero.bits), weight=weight)
-        sent.append((*code, *o.news))
-    got = _broadcast(step, sent)
-    for leaf, s, master, y, x in zip(leaves, states, masters, params, got, strict=True):
-        count = 0 if zero.flat else 1 if zero.bits == "dense" else 2
-        values, news = x[:count], x[count:]
-        s = _learn(step, s._replace(master=master), news)
-        new_states.append(s)
-        if zero.flat:
-            shard = codec.from_blocks(master, layout.shard_shape(leaf))
-            updates.append(shard.astype(leaf.dtype) - y)
-        elif zero.bits == "dense":
-            updates.append(layout.from_blocks(leaf, values[0]) - y)
-        else:
-            change = codec.decode(Packed(*values), _seen(step, s.shared).astype(jnp.float32))
-            updates.append(layout.from_blocks(leaf, change).astype(leaf.dtype))
-    return new_states, updates
-
-
-def _broadcast(step: _Step, sent: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
-    """:func:`coll.broadcast` of every leaf's arrays together."""
-    with jax.named_scope("gather_leg"):
-        got = iter(coll.broadcast([x for arrays in sent for x in arrays], step.zero.owner_axes))
-    return [[next(got) for _ in arrays] for arrays in sent]
-
-
 def _walk(
-    step: _Step,
+    step: Step,
     inner: optax.GradientTransformationExtraArgs,
     grads: list[jax.Array],
     means: list[jax.Array | None],
@@ -584,7 +297,7 @@ def _walk(
 
     for i, g in enumerate(means):
         if g is not None:
-            states[i], m = _adam_moments(step, states[i], g)
+            states[i], m = adam_moments(step, states[i], g)
             first[i] = m / step.bc1
             rms[i] = jnp.sqrt(states[i].variance / step.live_bc2)
 
@@ -598,7 +311,7 @@ def _walk(
                 for g in blocks
             ]
     weights = [
-        _weight(step, leaf, s, step.super_chunk) for leaf, s in zip(leaves, chunks, strict=True)
+        leaf_weight(step, leaf, s, step.super_chunk) for leaf, s in zip(leaves, chunks, strict=True)
     ]
     if step.gathers_params:
         previous = [codec.load(s.worker_momentum) for s in chunks]
@@ -610,16 +323,16 @@ def _walk(
     local = [step.b1 * prev + (1 - step.b1) * g for prev, g in zip(previous, blocks, strict=True)]
 
     # Reduce leg.
-    residual, owned = state.residual, list[_Owned]()
+    residual, owned = state.residual, list[Owned]()
     if big and step.dense:
-        exact = _reduce_dense(step, leaves, chunks, blocks, previous)
+        exact = reduce_dense(step, leaves, chunks, blocks, previous)
         if step.gathers_params:
-            coded = _reduce_compressed(step, chunks, local, weights)
-            chunks, owned, residual = _refresh(step, exact, coded, residual)
+            coded = reduce_compressed(step, chunks, local, weights)
+            chunks, owned, residual = reduce_refresh(step, exact, coded, residual)
         else:
             chunks, owned = exact
     elif big:
-        chunks, owned, residual = _reduce_compressed(step, chunks, local, weights)
+        chunks, owned, residual = reduce_compressed(step, chunks, local, weights)
 
     # Owner's update and gather leg, or gather leg and everyone's update.
     updates: list[Any] = [None] * len(states)
@@ -637,9 +350,9 @@ def _walk(
             rms[i] = jnp.maximum(jnp.sqrt(o.variance / step.bc2), bound)
         masters: list[Any] = [s.master for s in states]
     else:
-        chunks = _gather_momentum(step, chunks, owned)
+        chunks = gather_momentum(step, chunks, owned)
         for i, leaf, s in zip(big, leaves, chunks, strict=True):
-            w = _weight(step, leaf, s, lambda x: x)
+            w = leaf_weight(step, leaf, s, lambda x: x)
             whole = codec.decode(s.momentum, w) / step.bc1
             root = codec.decode_log(*s.shared) if zero.stage else jnp.sqrt(s.shared / step.bc2)
             root = jnp.maximum(root, step.floor * codec.inverse(w))
@@ -663,7 +376,7 @@ def _walk(
                 updates[i] = (master - y.astype(jnp.float32)).astype(leaf.dtype)
         chunks = [s._replace(master=s.master + change[i]) for s, i in zip(chunks, big, strict=True)]
         replicas = [current[i] for i in big]
-        chunks, changes = _gather_params(step, leaves, chunks, owned, replicas)
+        chunks, changes = gather_params(step, leaves, chunks, owned, replicas)
         for i, u in zip(big, changes, strict=True):
             updates[i] = u
     else:
