@@ -498,13 +498,17 @@ def test_transformation_alone(optimizer):
         ("all-gather", "u8", "gather", 0),
         ("reduce-scatter", "f32", "reduce", 1),
         ("all-reduce", "f32", "weights", 1),
+        # A refresh codes the momentum too.
+        ("all-to-all", "u8", "reduce", 1),
         ("all-gather", "u8", "gather", 1),
     ]
     n, ring = 64 * 512, 3 / 4
     compressed, dense = optimizer.branches.values()
     # A flag; 1 and 4 bits and their scales.
     assert compressed.sent("data") == ring * (8 + n * 5 / 8 + 2 * n / 1024 * 4)
-    assert dense.sent("data") == ring * (8 + n * 4 + 2 * 576 * 4 + n * 5 / 8 + n / 1024 * 4)
+    refresh = n / 8 + n / 1024 * 4
+    weights, gather = 2 * 576 * 4, n * 5 / 8 + n / 1024 * 4
+    assert dense.sent("data") == ring * (8 + n * 4 + refresh + weights + gather)
 
 
 def test_example_of_the_docs(capsys):
@@ -522,7 +526,7 @@ def test_assert_compressed(optimizer):
     with pytest.raises(
         AssertionError,
         match=r"of the bytes over 'data' with branch \S*/1 are not uint8 \(at most 10.0 %\); "
-        r"the largest: reduce-scatter %\S+ \(f32\[8192\], leg reduce, branch 1 of .*, 98.3 kB\)",
+        r"the largest: reduce-scatter %\S+ \(f32\[8192\], leg reduce, dense phase, branch 1 of .*, 98.3 kB\)",
     ):
         assert_compressed(optimizer, "data")
     (name, taken), *_ = optimizer.branches.items()
