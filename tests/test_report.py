@@ -526,7 +526,8 @@ def test_assert_compressed(optimizer):
     with pytest.raises(
         AssertionError,
         match=r"of the bytes over 'data' with branch \S*/1 are not uint8 \(at most 10.0 %\); "
-        r"the largest: reduce-scatter %\S+ \(f32\[8192\], leg reduce, dense phase, branch 1 of .*, 98.3 kB\)",
+        r"the largest: reduce-scatter %\S+ \(f32\[8192\], leg reduce, dense phase, branch 1 of .*, "
+        r"98.3 kB\)",
     ):
         assert_compressed(optimizer, "data")
     (name, taken), *_ = optimizer.branches.items()
