@@ -156,8 +156,8 @@ def test_stage_3(axes):
     assert sum(found.memory.values()) + 4 == sum(kept)
 
 
-def test_stage_3_against_design():
-    """Bytes per parameter of DESIGN 5 and 6."""
+def test_stage_3_against_the_table():
+    """Bytes per parameter of the README's table of memory."""
     s, f = 4, 8
     found = plan(10**9, (s, f), stage=3, param_dtype="bfloat16")
     total = sum(found.memory.values()) / 10**9
