@@ -261,9 +261,9 @@ def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
 
     Example:
       >>> mesh, zero = jax.make_mesh((8,), ("data",)), ZeroConfig(stage=3)
-      >>> shards = shard_params({"w": np.ones((16, 60)), "b": np.ones(60)}, mesh, zero)
+      >>> shards = shard_params({"w": np.ones((16, 62)), "b": np.ones(62)}, mesh, zero)
       >>> shards["w"].value.shape, shards["w"].value.sharding.spec, shards["b"].shape
-      ((16, 64), P(None, 'data'), (60,))
+      ((16, 64), P(None, 'data'), (62,))
     """
     shapes = shard_shapes(params, mesh, zero)
     specs = shard_specs(shapes)

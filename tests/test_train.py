@@ -29,7 +29,7 @@ P = jax.P
 PARTS = 2
 WARMUP, REFRESH = 2, 3
 ZERO = ZeroConfig(stage=2)
-LEGS = {"fast", "reduce", "gather", "dense_leaves", "weights", "metrics", "other"}
+LEGS = {"layer_gather", "fast", "reduce", "gather", "dense_leaves", "weights", "metrics", "other"}
 
 
 pytestmark = pytest.mark.usefixtures("few_optimizations")
