@@ -8,18 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from onebit_zero_jax.config import ZeroConfig, check_number
+from onebit_zero_jax.config import ZeroConfig, check_decay, check_number
 from onebit_zero_jax.shard import zero_shard
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 Mask = Any | Callable[[Any], Any]
 
-
 # The largest step in units of the learning rate, unless Adam itself can take a larger one.
 MAX_STEP = 10.0
 
 
-def scale_by_rms(eps: Any, max_step: Any = MAX_STEP) -> optax.GradientTransformationExtraArgs:
+def scale_by_rms(eps: Any, max_step: Any) -> optax.GradientTransformationExtraArgs:
     """Divides updates by ``rms + eps``, to at most ``max_step``.
 
     ``rms`` is the extra argument of ``zero_shard``. Its variance is frozen between refreshes:
@@ -105,10 +104,7 @@ def onebit_adamw(
     """
     if not callable(learning_rate):
         learning_rate = nonnegative("learning_rate", learning_rate)
-    b1, b2 = (
-        check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
-        for name, value in (("b1", b1), ("b2", b2))
-    )
+    b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
     eps = nonnegative("eps", eps)
     weight_decay = nonnegative("weight_decay", weight_decay)
     inner = optax.chain(

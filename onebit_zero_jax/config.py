@@ -203,3 +203,8 @@ def check_number(name: str, value: Any, ok: Callable[[float], bool], wanted: str
     if not ok(float(value)):
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     return float(value)
+
+
+def check_decay(name: str, value: Any) -> Any:
+    """A decay rate, validated."""
+    return check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_zero_jax.adam import Mask, ScalarOrSchedule, largest_step, nonnegative, scale_by_rms
-from onebit_zero_jax.config import ZeroConfig, check_number
+from onebit_zero_jax.config import ZeroConfig, check_decay, check_number
 from onebit_zero_jax.shard import zero_shard
 
 
@@ -99,10 +99,7 @@ def onebit_lamb(
     """
     if not callable(learning_rate):
         learning_rate = nonnegative("learning_rate", learning_rate)
-    b1, b2 = (
-        check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
-        for name, value in (("b1", b1), ("b2", b2))
-    )
+    b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
     eps = nonnegative("eps", eps)
     weight_decay = nonnegative("weight_decay", weight_decay)
     max_ratio = check_number("max_ratio", max_ratio, lambda x: x > 0, "above 0")

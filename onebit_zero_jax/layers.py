@@ -12,12 +12,12 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -84,6 +84,10 @@ def _is_shard(x: Any) -> bool:
     return isinstance(x, _Shard)
 
 
+def _has_shards(tree: Tree) -> bool:
+    return any(map(_is_shard, jax.tree.leaves(tree, is_leaf=_is_shard)))
+
+
 def _whole(value: jax.Array, how: _How) -> jax.Array:
     """The parameter in the loss's dtype, from every device's shard."""
     axis, parts = value.ndim + how.axis, coll.axis_size(how.over)
@@ -133,11 +137,7 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def gather(tree: Tree) -> Tree:
     """``tree`` with the whole parameter in place of each shard, inside a loss."""
 
-    def whole(x: Any) -> Any:
-        if not _is_shard(x):
-            return x
-        return _gather(x.how, x.value, x.slot)
-
+    whole = lambda x: _gather(x.how, x.value, x.slot) if _is_shard(x) else x
     return jax.tree.map(whole, tree, is_leaf=_is_shard)
 
 
@@ -174,7 +174,7 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         marked = _marked.get()
         if marked is not None:
             marked.append(True)
-        if not any(map(_is_shard, jax.tree.leaves(params, is_leaf=_is_shard))):
+        if not _has_shards(params):
             return fn(params, *args, **kwargs)
         inside = jax.checkpoint(lambda p: fn(gather(p), *args, **kwargs), policy=_keeps)
         return inside(params)
@@ -222,9 +222,7 @@ def into_loss(params: Tree, dtype: Any, layered: bool) -> Tree:
     if dtype is not None:
         cast = lambda x: x if _is_shard(x) else x.astype(dtype)
         params = jax.tree.map(cast, params, is_leaf=_is_shard)
-    if layered or not any(map(_is_shard, jax.tree.leaves(params, is_leaf=_is_shard))):
-        return params
-    return gather(params)
+    return params if layered else gather(params)
 
 
 def unwrap(grads: Tree, params: Tree) -> Tree:
@@ -260,6 +258,7 @@ def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
       The tree, copied, with a :class:`Shard` in place of each matrix that is large enough.
 
     Example:
+      >>> import numpy as np
       >>> mesh, zero = jax.make_mesh((8,), ("data",)), ZeroConfig(stage=3)
       >>> shards = shard_params({"w": np.ones((16, 62)), "b": np.ones(62)}, mesh, zero)
       >>> shards["w"].value.shape, shards["w"].value.sharding.spec, shards["b"].shape
@@ -285,8 +284,8 @@ def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
 
 def shard_shapes(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
     """The tree of :func:`shard_params` in ShapeDtypeStructs; shards may be cut already."""
-    devices = int(np.prod([mesh.shape[a] for a in zero.axes]))
-    shards = int(np.prod([mesh.shape[a] for a in zero.over]))
+    devices = math.prod(mesh.shape[a] for a in zero.axes)
+    shards = math.prod(mesh.shape[a] for a in zero.over)
 
     def one(x: Any) -> Any:
         if is_shard(x):

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from onebit_zero_jax.adam import Mask, ScalarOrSchedule, nonnegative
-from onebit_zero_jax.config import ZeroConfig, check_number
+from onebit_zero_jax.config import ZeroConfig, check_decay
 from onebit_zero_jax.shard import zero_shard
 
 
@@ -64,8 +64,8 @@ def onebit_lion(
     if not callable(learning_rate):
         learning_rate = nonnegative("learning_rate", learning_rate)
     weight_decay = nonnegative("weight_decay", weight_decay)
-    b1 = check_number("b1", b1, lambda x: 0 <= x < 1, "in [0, 1)")
-    b2 = check_number("b2", b2, lambda x: 0 <= x < 1, "in [0, 1)")
+    b1 = check_decay("b1", b1)
+    b2 = check_decay("b2", b2)
     if not isinstance(b1, jax.Array) and not isinstance(b2, jax.Array) and b1 > b2:
         raise ValueError(
             f"b1 must be at most b2, got b1={b1} and b2={b2}: what is sent holds at least the "

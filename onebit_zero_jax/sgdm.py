@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from onebit_zero_jax.adam import Mask, ScalarOrSchedule, nonnegative
-from onebit_zero_jax.config import ZeroConfig, check_number
+from onebit_zero_jax.config import ZeroConfig, check_decay
 from onebit_zero_jax.shard import zero_shard
 
 
@@ -58,7 +58,7 @@ def onebit_sgdm(
     """
     if not callable(learning_rate):
         learning_rate = nonnegative("learning_rate", learning_rate)
-    momentum = check_number("momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1)")
+    momentum = check_decay("momentum", momentum)
     weight_decay = nonnegative("weight_decay", weight_decay)
     inner = optax.chain(
         optax.scale(1 / (1 - momentum)),

@@ -15,7 +15,7 @@ from jax import lax
 
 from onebit_zero_jax import codec
 from onebit_zero_jax import collectives as coll
-from onebit_zero_jax.config import ZeroConfig, check_number
+from onebit_zero_jax.config import ZeroConfig, check_decay, check_number
 from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.legs import (
     Owned,
@@ -130,10 +130,7 @@ def zero_shard(
         raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}.")
-    b1, b2 = (
-        check_number(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
-        for name, value in (("b1", b1), ("b2", b2))
-    )
+    b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
     warmup_steps = _check_steps("warmup_steps", warmup_steps)
     if refresh is not None:
         refresh = _check_steps("refresh", refresh)
