@@ -1,12 +1,15 @@
-"""A train step's time and memory over dense ZeRO-1 AdamW, on emulated devices.
+"""A train step's time and memory over dense ZeRO AdamW, on emulated devices.
 
     python benchmarks/step.py [--params 8M] [--devices 8] [--repeats 15] [--json PATH]
 
-Time is a ratio to the dense step in the same run (steps interleaved, medians): dense ZeRO-1
-is psum_scatter, AdamW on the owner's chunk, all_gather, all in float32. Emulated devices
-share one memory, so the ratio shows what coding costs, not what a slow link gains.
-Persistent bytes are those of the state on one device, beside the formula; peak bytes
-are the compiled program's temporaries and outputs that alias no input, on top.
+Times and peak bytes are ratios to a dense step in the same run (steps interleaved, medians),
+all in float32. Dense ZeRO-1: psum_scatter, AdamW on the owner's chunk, all_gather; the
+baseline of stages 1 and 2. Dense ZeRO-3: parameters and optimizer state sharded by
+``NamedSharding``, ``optax.adamw`` under plain ``jit``; the baseline of stage 3. Two-speed meshes
+have two devices on the slow axis. Emulated devices share one memory, so the ratios show what
+coding costs, not what a slow link gains. Persistent bytes are those of the state on one
+device, beside the formula; peak bytes are the compiled program's temporaries and outputs
+that alias no input, on top.
 """
 
 import argparse
@@ -33,13 +36,48 @@ def nbytes(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def formula(mode: str, bits: Any, devices: int, error: int, momentum: int) -> float:
-    """Persistent bytes per parameter and device, float32 replicas, without padding and scales."""
-    if mode == "dense":
-        return 4 + 8 / devices
-    if mode == "params":  # replica; master, M, v; m and e; bit planes of v > 0
-        return 4 + 12 / devices + momentum + error + 1 / 8
-    return 4 + 1 + bits / 8 + error + 8 / devices
+def formula(zero: Any, slow: int, fast: int, error: int, momentum: int) -> float:
+    """Persistent bytes per parameter and device, float32 replicas, without padding and scales.
+
+    ``error`` and ``momentum``: bytes that a value of the worker error and momentum takes.
+    """
+    devices = slow * fast
+    if zero.gather_mode == "momentum":  # replica, preconditioner, codes of M; e, E, v
+        return 4 + 1 + zero.bits / 8 + error / fast + 8 / devices
+    split = {"": 1, "fast": fast, "data": devices}["".join(zero.over)]
+    worker = 1 if zero.flat else fast
+    seen = split if zero.stage == 3 and not zero.flat else 1
+    # Replica or shard; master, M, v; m and e; bits of v > 0.
+    return 4 / split + 12 / devices + (momentum + error) / worker + 1 / 8 / seen
+
+
+def dense_zero_3(loss_fn: Any, mesh: Any, params: Any) -> tuple[Any, Any]:
+    """``(state, step)``: what one writes with ``NamedSharding`` and leaves to XLA."""
+    import jax.numpy as jnp
+    import optax
+
+    tx = optax.adamw(1e-3)
+
+    def cut(x: jax.Array) -> Any:
+        whole = x.ndim < 2 or x.shape[-1] % mesh.shape["data"]
+        return jax.NamedSharding(mesh, jax.P() if whole else jax.P(*[None] * (x.ndim - 1), "data"))
+
+    # A copy: a step that donates its state must not take the caller's arrays.
+    shardings = jax.tree.map(cut, params)
+    params = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)(params)
+    opt_state = jax.jit(tx.init, out_shardings=jax.tree.map(cut, jax.eval_shape(tx.init, params)))(
+        params
+    )
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    state = params, opt_state
+    out = jax.tree.map(lambda x: x.sharding, state), None
+    return state, jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -47,12 +85,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import numpy as np
     import optax
     from dense_zero import DenseZero
+    from jax.sharding import AxisType
 
     import onebit_zero_jax as ob
 
-    mesh = jax.make_mesh((args.devices,), ("data",))
-    layers = max(1, args.params // WIDTH**2)
-    keys = jax.random.split(jax.random.key(0), layers)
+    def mesh_of(**sizes: int) -> Any:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+
+    mesh, two_speed = mesh_of(data=args.devices), mesh_of(slow=2, fast=args.devices // 2)
+    depth = max(1, args.params // WIDTH**2)
+    keys = jax.random.split(jax.random.key(0), depth)
     # Stacked like a scanned model's layers: one leaf, whatever the depth.
     params = {
         "w": jnp.stack([jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys]),
@@ -60,62 +102,79 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     count = sum(x.size for x in jax.tree.leaves(params))
 
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-            return jnp.tanh(h @ w + params["b"]), None
+    @ob.layer
+    def block(params: Any, h: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tanh(h @ params["w"] + b)
 
-        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["w"])[0] - 1))
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def one(h: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return block(layer, h, params["b"]), None
+
+        return jnp.mean(jnp.square(jax.lax.scan(one, x, {"w": params["w"]})[0] - 1))
 
     batch = np.ones((args.devices, WIDTH), np.float32)
-    batch = ob.shard_batch(batch, mesh, ob.ZeroConfig())
-    rows, calls = [], {}
+    rows: list[dict[str, Any]] = []
+    calls, box = {}, dict[str, Any]()
 
-    def add(name: str, persistent: int, expected: float, compiled: Any, call: Any) -> None:
+    def add(name: str, base: str, expected: float, step: Any, compiled: Any, batch: Any) -> None:
         memory = compiled.memory_analysis()
         peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+        def call() -> None:
+            box[name], out = step(box[name], batch)
+            jax.block_until_ready((box[name], out["loss"] if isinstance(out, dict) else out))
+
+        call()
+        calls[name] = call
         rows.append(
             {
                 "run": name,
-                "persistent_bytes_per_param": persistent / count,
+                "base": base,
+                "persistent_bytes_per_param": nbytes(box[name]) / count,
                 "formula": expected,
                 "extra_peak_bytes_per_param": peak / count,
             }
         )
-        calls[name] = call
 
+    flat_batch = ob.shard_batch(batch, mesh, ob.ZeroConfig())
     dense = DenseZero(loss_fn, optax.adamw(1e-3), mesh, params)
-    box = {"dense ZeRO-1": dense.init(params)}
-    compiled = dense.step.lower(box["dense ZeRO-1"], batch).compile()
+    box["dense ZeRO-1"] = dense.init(params)
+    compiled = dense.step.lower(box["dense ZeRO-1"], flat_batch).compile()
+    expected = 4 + 8 / args.devices
+    add("dense ZeRO-1", "dense ZeRO-1", expected, dense.step, compiled, flat_batch)
+    box["dense ZeRO-3"], step = dense_zero_3(loss_fn, mesh, params)
+    compiled = step.lower(box["dense ZeRO-3"], flat_batch).compile()
+    add("dense ZeRO-3", "dense ZeRO-3", 12 / args.devices, step, compiled, flat_batch)
 
-    def dense_call() -> None:
-        box["dense ZeRO-1"], _ = jax.block_until_ready(dense.step(box["dense ZeRO-1"], batch))
-
-    expected = formula("dense", None, args.devices, 0, 0)
-    add("dense ZeRO-1", nbytes(box["dense ZeRO-1"]), expected, compiled, dense_call)
-
-    settings: list[tuple[dict[str, Any], int, int]] = [
-        ({"stage": 1}, 4, 4),
-        ({"stage": 2}, 4, 4),
-        ({"stage": 2, "error_dtype": "int8", "momentum_dtype": "bfloat16"}, 1, 2),
+    slow_fast: dict[str, Any] = {"axis_name": ("slow", "fast")}
+    small = {"error_dtype": "int8", "momentum_dtype": "bfloat16"}
+    settings: list[tuple[dict[str, Any], Any, int, int]] = [
+        ({"stage": 1}, mesh, 4, 4),
+        ({"stage": 2}, mesh, 4, 4),
+        ({"stage": 2, **small}, mesh, 1, 2),
+        ({"stage": 3}, mesh, 4, 4),
+        ({"stage": 1, **slow_fast}, two_speed, 4, 4),
+        ({"stage": 2, **slow_fast}, two_speed, 4, 4),
+        ({"stage": 3, **slow_fast}, two_speed, 4, 4),
     ]
-    for config, error, momentum in settings:
+    for config, where, error, momentum in settings:
         zero = ob.ZeroConfig(**config)
+        slow, fast = where.shape[zero.slow], where.size // where.shape[zero.slow]
         phases: list[tuple[Any, int]] = [("dense", 10**6), ("compressed", 1)]
         for phase, warmup in phases:
             tx = ob.onebit_adamw(1e-3, zero=zero, warmup_steps=warmup, refresh=None)
-            step = ob.train_step(loss_fn, tx, mesh, zero)
+            train = ob.train_step(loss_fn, tx, where, zero)
             name = f"{zero.gather_mode} {zero.bits}, {phase}"
             name = f"stage {zero.stage}, {name}" + (", int8 e, bf16 m" if error == 1 else "")
-            box[name] = ob.init(params, tx, mesh, zero)
-
-            def call(name: str = name, step: Any = step) -> None:
-                box[name], metrics = step(box[name], batch)
-                jax.block_until_ready((box[name], metrics["loss"]))
-
-            call()
-            compiled = step.lower(box[name], batch, phase=phase).compile()
-            mode = formula(zero.gather_mode, zero.bits, args.devices, error, momentum)
-            add(name, nbytes(box[name]), mode, compiled, call)
+            name += f", {slow} x {fast}" if where is two_speed else ""
+            box[name] = ob.init(params, tx, where, zero)
+            here = ob.shard_batch(batch, where, zero)
+            compiled = train.lower(box[name], here, phase=phase).compile()
+            base = "dense ZeRO-3" if zero.stage == 3 else "dense ZeRO-1"
+            expected = formula(zero, slow, fast, error, momentum)
+            if warmup == 1:  # the first step is a dense one
+                box[name], _ = train(box[name], here)
+            add(name, base, expected, train, compiled, here)
 
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(args.repeats + 2):
@@ -124,9 +183,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             call()
             if repeat >= 2:
                 times[name].append(time.perf_counter() - start)
-    base = statistics.median(times["dense ZeRO-1"])
+    found = {row["run"]: row for row in rows}
     for row in rows:
-        row["time_over_dense"] = statistics.median(times[row["run"]]) / base
+        base = found[row["base"]]
+        row["time_over_dense"] = statistics.median(times[row["run"]]) / statistics.median(
+            times[row["base"]]
+        )
+        peaks = [r["extra_peak_bytes_per_param"] for r in (row, base)]
+        row["peak_over_dense"] = peaks[0] / peaks[1]
     return rows
 
 
@@ -144,11 +208,15 @@ def main() -> None:
         f"{args.params / 1e6:.0f}M parameters, {args.devices} emulated devices, "
         f"jax {jax.__version__}"
     )
-    print(f"{'':52}{'time/dense':>11}{'state B/param':>15}{'formula':>9}{'extra peak':>12}")
+    print(
+        f"{'':46}{'over':>14}{'time':>7}{'state B/param':>15}{'formula':>9}"
+        f"{'extra peak':>12}{'ratio':>7}"
+    )
     for r in rows:
         print(
-            f"{r['run']:52}{r['time_over_dense']:11.2f}{r['persistent_bytes_per_param']:15.2f}"
-            f"{r['formula']:9.2f}{r['extra_peak_bytes_per_param']:12.2f}"
+            f"{r['run']:46}{r['base']:>14}{r['time_over_dense']:7.2f}"
+            f"{r['persistent_bytes_per_param']:15.2f}{r['formula']:9.2f}"
+            f"{r['extra_peak_bytes_per_param']:12.2f}{r['peak_over_dense']:7.2f}"
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -58,20 +58,26 @@ def global_norm(grads: Any, axis_name: coll.AxisName) -> jax.Array:
 
     Source: AMS sketch (Alon, Matias & Szegedy 1996).
     """
-    parts = coll.axis_size(axis_name)
-    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-    values = jnp.zeros(0 if parts == 1 else SKETCH_SIZE, jnp.float32)
+    coll.check_model_axes(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    model = coll.model_axes(names)
+    parts = coll.axis_size(names)
+    exact = parts == 1 and not model
+    values = jnp.zeros(0 if exact else SKETCH_SIZE, jnp.float32)
     for i, g in enumerate(jax.tree.leaves(grads, is_leaf=is_shard)):
         x = (g.value if is_shard(g) else g).astype(jnp.float32)
-        if parts == 1:
+        if exact:
             values = jnp.concatenate([values, jnp.ravel(x)])
-        elif is_shard(g) and set(g.over) != names:
-            # The mean over g.over already, one piece of it on each device.
-            values = values + coll.axis_size(g.over) * _sketch(x, i, lax.axis_index(g.over))
-        else:
-            values = values + _sketch(x, i)
+            continue
+        # Axes over which devices hold different pieces of one gradient.
+        pieces = coll.model_axes_of(x, names)
+        scale = coll.share(x, names)
+        if is_shard(g) and set(g.over) != set(names):
+            # The mean over g.over already.
+            pieces, scale = pieces + g.over, scale * coll.axis_size(g.over)
+        values = values + scale * _sketch(x, i, lax.axis_index(pieces) if pieces else 0)
     with jax.named_scope("metrics"):
-        values = lax.psum(coll.vary(values, axis_name), axis_name) / parts
+        values = lax.psum(coll.vary(values, names + model), names + model) / parts
     # Squares of values near the end of float32 overflow.
     top = jnp.max(jnp.abs(values), initial=0.0)
     unit = values / jnp.where(top > 0, top, 1.0)

@@ -15,7 +15,7 @@ Planes and scales travel as uint8 in one collective per leg.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,36 @@ def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def model_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """Bound mesh axes of more than one device besides the data-parallel ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = set(mesh.manual_axes) - _names(axis_name)
+    return tuple(a for a in mesh.axis_names if a in others and mesh.shape[a] > 1)
+
+
+def model_axes_of(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
+    """Those of :func:`model_axes` that ``x`` is a piece over, by its type."""
+    names = model_axes(axis_name)
+    varying = jax.typeof(x).manual_axis_type.varying if names else ()
+    return tuple(a for a in names if a in varying)
+
+
+def check_model_axes(axis_name: AxisName) -> None:
+    """Raises if types do not tell which leaves are pieces over further mesh axes."""
+    names = model_axes(axis_name)
+    if names and not _tracks_types(axis_name):
+        raise ValueError(
+            f"mesh axes {names} are bound besides {axis_name!r}, and check_vma=False hides which "
+            "parameters are sharded over them: use shard_map(check_vma=True), or train_step."
+        )
+
+
+def share(x: jax.Array, axis_name: AxisName) -> float:
+    """1 / number of devices that hold the same ``x`` over :func:`model_axes`."""
+    same = set(model_axes(axis_name)) - set(model_axes_of(x, axis_name))
+    return 1 / math.prod(lax.axis_size(a) for a in same)
+
+
 def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
     """Raises if a gradient is typed as equal on all devices, i.e. was already reduced."""
     if axis_size(axis_name) == 1 or not _tracks_types(axis_name):
@@ -111,11 +141,29 @@ def _split(buffer: jax.Array, like: Sequence[jax.Array], parts: int) -> list[jax
     return out
 
 
-def all_gather(x: jax.Array, axis_name: str) -> jax.Array:
-    """``lax.all_gather`` along axis 0, typed as equal on all devices of the axis."""
+def all_gather(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
+    """``lax.all_gather`` along an axis, typed as equal on all devices of the mesh axis."""
     if not _on_mesh(axis_name):
-        return lax.all_gather(x, axis_name, axis=0, tiled=True)
-    return lax.all_gather(vary(x, axis_name), axis_name, axis=0, tiled=True, to="invarying")
+        return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+    return lax.all_gather(vary(x, axis_name), axis_name, axis=axis, tiled=True, to="invarying")
+
+
+def by_model_axes(
+    fused: Callable[[list[jax.Array]], list[jax.Array]],
+    arrays: Sequence[jax.Array],
+    axis_name: AxisName,
+) -> list[jax.Array]:
+    """``fused(arrays)``, once for the arrays that are pieces over the same model axes.
+
+    A buffer that holds pieces would make pieces of what model axes replicate.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault(model_axes_of(x, axis_name), []).append(i)
+    out: dict[int, jax.Array] = {}
+    for indices in groups.values():
+        out.update(zip(indices, fused([arrays[i] for i in indices]), strict=True))
+    return [out[i] for i in range(len(arrays))]
 
 
 def exchange(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:

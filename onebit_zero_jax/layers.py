@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -98,12 +98,17 @@ def _whole(value: jax.Array, how: _How) -> jax.Array:
             decode = jax.custom_batching.sequential_vmap(lambda *code: codec.decode(Packed(*code)))
             decoded = decode(*coll.broadcast(code, how.over))
             shards = decoded.reshape(parts, -1)[:, : value.size].reshape(parts, *value.shape)
+            shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
+            whole = jnp.moveaxis(shards, 0, axis).reshape(shape)
         else:
-            wire = jnp.bfloat16 if how.bits == 16 else how.dtype
-            (shards,) = coll.broadcast([value.astype(wire)[None]], how.over)
-        shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
-        whole = jnp.moveaxis(shards, 0, axis).reshape(shape).astype(how.dtype)
-        return lax.slice_in_dim(whole, 0, how.size, axis=axis)
+            # No reshape: it would move what model axes shard. Unsigned integers: XLA on CPU
+            # widens collectives of bfloat16.
+            wire = jnp.dtype(jnp.bfloat16 if how.bits == 16 else how.dtype)
+            whole = lax.bitcast_convert_type(value.astype(wire), f"uint{8 * wire.itemsize}")
+            for name in reversed(how.over):
+                whole = coll.all_gather(whole, name, axis)
+            whole = lax.bitcast_convert_type(whole, wire)
+        return lax.slice_in_dim(whole.astype(how.dtype), 0, how.size, axis=axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,9 +127,8 @@ def _gather_bwd(how: _How, like: jax.Array, cotangent: jax.Array) -> tuple[jax.A
     padding[axis] = (0, -how.size % parts)
     local = jnp.pad(cotangent.astype(jnp.float32), padding)
     if not how.reduce:
-        shape = list(local.shape)
-        shape[axis] //= parts
-        return jnp.zeros(shape, like.dtype), local
+        part = lax.slice_in_dim(local, 0, local.shape[axis] // parts, axis=axis)
+        return jnp.zeros_like(part, like.dtype), local
     with jax.named_scope("fast_leg"):
         (name,) = how.over
         mean = lax.psum_scatter(local, name, scatter_dimension=axis, tiled=True) / parts
@@ -211,7 +215,7 @@ def wrap(params: Tree, zero: ZeroConfig, dtype: Any) -> Tree:
         if not is_shard(x):
             return x
         how = _How(x.axis, x.size, x.over, dtype or x.value.dtype, zero.layer_bits, not zero.flat)
-        slot = jnp.zeros(gradient_shape(x, zero), jnp.float32) if zero.flat else None
+        slot = gradient_zeros(x, zero) if zero.flat else None
         return _Shard(x.value, slot, how)
 
     return jax.tree.map(put, params, is_leaf=is_shard)
@@ -236,12 +240,14 @@ def unwrap(grads: Tree, params: Tree) -> Tree:
     return jax.tree.map(take, params, grads, is_leaf=is_shard)
 
 
-def gradient_shape(shard: Shard, zero: ZeroConfig) -> tuple[int, ...]:
-    """Shape of the gradient that ``zero_shard`` takes for a shard."""
-    shape = list(shard.value.shape)
-    if zero.flat:
-        shape[shard.axis] *= coll.axis_size(shard.over)
-    return tuple(shape)
+def gradient_zeros(shard: Shard, zero: ZeroConfig, dtype: Any = jnp.float32) -> jax.Array:
+    """Zeros in the image of the gradient that ``zero_shard`` takes for a shard."""
+    zeros = jnp.zeros_like(shard.value, dtype)
+    if not zero.flat:
+        return zeros
+    padding = [(0, 0)] * zeros.ndim
+    padding[shard.axis] = (0, (coll.axis_size(shard.over) - 1) * zeros.shape[shard.axis])
+    return jnp.pad(zeros, padding)
 
 
 # ---------------------------------------------------------------- the user's tree
@@ -265,9 +271,10 @@ def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
       ((16, 64), P(None, 'data'), (62,))
     """
     shapes = shard_shapes(params, mesh, zero)
-    specs = shard_specs(shapes)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    whole = NamedSharding(mesh, P())
+    place = lambda spec: NamedSharding(mesh, spec)
+    shardings = jax.tree.map(place, full_specs(shapes))
+    # Each leaf as it is sharded over model axes, whole over the data-parallel ones.
+    whole = jax.tree.map(lambda x: place(model_spec(x, mesh, zero)), params)
 
     def cut(params: Tree) -> Tree:
         def one(like: Any, x: jax.Array) -> Any:
@@ -287,25 +294,97 @@ def shard_shapes(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
     devices = math.prod(mesh.shape[a] for a in zero.axes)
     shards = math.prod(mesh.shape[a] for a in zero.over)
 
-    def one(x: Any) -> Any:
+    def like(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, model_spec(x, mesh, zero))
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=sharding)
+
+    def one(path: Any, x: Any) -> Any:
         if is_shard(x):
-            return dataclasses.replace(x, value=jax.ShapeDtypeStruct(x.value.shape, x.value.dtype))
+            return dataclasses.replace(x, value=like(x.value, x.value.shape))
         if not hasattr(x, "dtype"):
             return x  # for Layout.of to refuse
-        like = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
-        if zero.stage < 3 or not is_compressed(like.shape, devices):
-            return like
-        axis = shard_axis(like.shape, shards)
-        shape = list(like.shape)
+        whole = like(x, x.shape)
+        spec = whole.sharding.spec
+        pieces = math.prod(mesh.shape[a] for a in _names(spec))
+        if zero.stage < 3 or not is_compressed(whole.shape, devices * pieces):
+            return whole
+        free = [a for a in range(-len(whole.shape), 0) if not _at(spec, a, len(whole.shape))]
+        if not free:
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} of shape {whole.shape} is sharded over "
+                f"model axes along every dim ({spec}); stage 3 needs one that is not."
+            )
+        if _names(spec) and zero.layer_bits == 8:
+            raise ValueError(
+                f"layer_bits=8 codes whole shards, but parameter {jax.tree_util.keystr(path)} is "
+                f"sharded over model axes ({spec}): use layer_bits=16 or None."
+            )
+        axis = shard_axis(whole.shape, shards, free)
+        shape = list(whole.shape)
         shape[axis] += -shape[axis] % shards
-        padded = jax.ShapeDtypeStruct(tuple(shape), like.dtype)
-        return Shard(padded, axis, like.shape[axis], zero.over)
+        return Shard(like(x, shape), axis, whole.shape[axis], zero.over)
 
-    return jax.tree.map(one, params, is_leaf=is_shard)
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_shard)
+
+
+def _names(spec: P) -> set[str]:
+    """Mesh axes that a PartitionSpec names."""
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec if e is not None]
+    return {name for e in entries for name in e}
+
+
+def _at(spec: P, axis: int, ndim: int) -> Any:
+    """Entry of a PartitionSpec for an axis counted from the end."""
+    return (tuple(spec) + (None,) * ndim)[axis + ndim]
+
+
+def model_spec(x: Any, mesh: Mesh, zero: ZeroConfig) -> P:
+    """How a parameter is sharded over mesh axes other than the data-parallel ones.
+
+    Raises:
+      ValueError: it is sharded over an axis that the mesh lacks.
+    """
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+    missing = _names(spec) - {*zero.axes, *mesh.axis_names}
+    if missing:
+        raise ValueError(
+            f"a parameter of shape {tuple(x.shape)} is sharded as {spec}, over axes that the "
+            f"mesh {mesh.axis_names} lacks; put it on this mesh, or pass a NumPy array."
+        )
+    return without(spec, {*zero.axes, *(a for a, n in mesh.shape.items() if n == 1)})
+
+
+def without(spec: P, names: Collection[str]) -> P:
+    """A PartitionSpec without some mesh axes."""
+    entries: list[Any] = []
+    for entry in spec:
+        entry = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        kept = tuple(a for a in entry if a not in names)
+        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def full_specs(shapes: Tree) -> Tree:
+    """PartitionSpecs of parameters as a TrainState keeps them, from :func:`shard_shapes`."""
+
+    def one(x: Any) -> Any:
+        if not is_shard(x):
+            return getattr(getattr(x, "sharding", None), "spec", P())
+        axis = len(x.value.shape) + x.axis
+        spec = [*x.value.sharding.spec, *[None] * len(x.value.shape)][: len(x.value.shape)]
+        spec[axis] = x.over if len(x.over) > 1 else x.over[0]
+        while spec[-1] is None:
+            spec.pop()
+        return dataclasses.replace(x, value=P(*spec))
+
+    return jax.tree.map(one, shapes, is_leaf=is_shard)
 
 
 def shard_specs(params: Tree) -> Tree:
-    """PartitionSpecs of parameters as a TrainState keeps them."""
+    """The part of :func:`full_specs` that names data-parallel axes."""
 
     def one(x: Any) -> Any:
         if not is_shard(x):

@@ -15,7 +15,7 @@ is what gradients are: all shards side by side.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,10 +63,11 @@ def is_shard(x: Any) -> bool:
     return isinstance(x, Shard)
 
 
-def shard_axis(shape: tuple[int, ...], shards: int) -> int:
+def shard_axis(shape: tuple[int, ...], shards: int, among: Sequence[int] = ()) -> int:
     """The axis, negative, along which stage 3 cuts a leaf: the longest that pads least.
 
     The first axis only if cutting it saves padding: it may count stacked layers.
+    ``among``: axes to choose from, negative; all by default.
 
     Example:
       >>> [shard_axis(s, 8) for s in ((4, 64, 256), (64, 10), (12, 100))]
@@ -77,7 +78,7 @@ def shard_axis(shape: tuple[int, ...], shards: int) -> int:
         padding = -shape[axis] % shards / shape[axis]
         return (padding if padding > 1 / 16 else 0.0, axis == -len(shape), -shape[axis])
 
-    return min(range(-len(shape), 0), key=cost)
+    return min(among or range(-len(shape), 0), key=cost)
 
 
 @dataclasses.dataclass(frozen=True)

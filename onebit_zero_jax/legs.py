@@ -41,23 +41,34 @@ def reduce_dense_leaves(
     bad = [~jnp.all(jnp.abs(g) < _MAX_GRADIENT) for g in wide]
     small = [g for leaf, g in zip(layout.leaves, wide, strict=True) if not leaf.compressed]
     with jax.named_scope("dense_leaves"):
-        flags, *sums = _fused_psum([jnp.stack(bad).astype(jnp.float32), *small], axes)
+        bad_leaves = _over_model_axes(jnp.stack(bad).astype(jnp.float32), axes)
+        flags, *sums = _fused_psum([bad_leaves, *small], axes, axes)
     means = iter(sums)
     devices = coll.axis_size(axes)
     mean = [None if leaf.compressed else next(means) / devices for leaf in layout.leaves]
     return mean, flags.astype(jnp.int32)
 
 
-def _fused_psum(arrays: list[jax.Array], axes: coll.AxisName) -> list[jax.Array]:
+def _fused_psum(
+    arrays: list[jax.Array], axes: coll.AxisName, data_axes: coll.AxisName
+) -> list[jax.Array]:
     """``psum`` of many float32 arrays in one collective."""
-    if not arrays:
-        return []
-    buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axes)
-    buffer = lax.psum(buffer, axes)
-    ends = np.cumsum([x.size for x in arrays])
-    return [
-        buffer[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)
-    ]
+
+    def fused(arrays: list[jax.Array]) -> list[jax.Array]:
+        buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axes)
+        buffer = lax.psum(buffer, axes)
+        ends = np.cumsum([x.size for x in arrays])
+        return [
+            buffer[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)
+        ]
+
+    return coll.by_model_axes(fused, arrays, data_axes)
+
+
+def _over_model_axes(x: jax.Array, data_axes: coll.AxisName) -> jax.Array:
+    """Sum of ``x`` over the model axes that it differs over."""
+    names = coll.model_axes_of(x, data_axes)
+    return lax.psum(x, names) if names else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +108,15 @@ class Step:
 
     def leaf_sums(self, tree: Tree) -> Tree:
         """Sums over the pieces of a leaf: every device has one of a chunked leaf."""
-        nodes = self.layout.flatten(tree, "what leaf_sums adds up")
-        pairs = zip(self.layout.leaves, nodes, strict=True)
-        # Links under optax.masked leave a node without arrays at some leaves.
-        pieces = [x if leaf.compressed and self.gathers_params else None for leaf, x in pairs]
-        arrays, treedef = jax.tree.flatten(pieces)
+        axes = self.zero.axes
         with jax.named_scope("metrics"):
-            sums = jax.tree.unflatten(treedef, _fused_psum(arrays, self.zero.axes))
+            tree = jax.tree.map(lambda x: _over_model_axes(x, axes), tree)
+            nodes = self.layout.flatten(tree, "what leaf_sums adds up")
+            pairs = zip(self.layout.leaves, nodes, strict=True)
+            # Links under optax.masked leave a node without arrays at some leaves.
+            pieces = [x if leaf.compressed and self.gathers_params else None for leaf, x in pairs]
+            arrays, treedef = jax.tree.flatten(pieces)
+            sums = jax.tree.unflatten(treedef, _fused_psum(arrays, axes, axes))
         merged = [x if s is None else s for x, s in zip(nodes, sums, strict=True)]
         return self.layout.unflatten(merged)
 
@@ -175,7 +188,7 @@ def reduce_dense(
         whole = layout.from_blocks(leaf, coll.place(v / step.bc2, zero.owner_axes))
         means.extend(codec.mean_factors(whole))
     with jax.named_scope("weights"):
-        means = _fused_psum(means, zero.owner_axes)
+        means = _fused_psum(means, zero.owner_axes, zero.axes)
     new_states, owned = [], []
     for k, (leaf, s, (m, v)) in enumerate(zip(leaves, states, moments, strict=True)):
         factors = codec.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
@@ -199,19 +212,21 @@ def reduce_compressed(
     zero = step.zero
     new_states: list[ChunkState] = []
     codes: list[jax.Array] = []
-    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes)
+    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes + coll.model_axes(zero.axes))
     for s, m, w in zip(states, local, weights, strict=True):
         e = None if s.worker_error is None else codec.load(s.worker_error)
         code, new_e = codec.encode(m, e, bits=1, weight=w, limit=OUTLIER)
         c = m if e is None else m + e
         lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square(c * w))
-        norms = norms + jnp.stack([lost, had])[None]
+        norms = norms + coll.share(m, zero.axes) * jnp.stack([lost, had])[None]
         if e is not None:
             s = s._replace(worker_error=codec.store(new_e, zero.error_dtype))
         new_states.append(s)
         codes.extend(code)
     with jax.named_scope("reduce_leg"):
-        received = coll.exchange(codes, zero.slow)
+        received = coll.by_model_axes(
+            lambda arrays: coll.exchange(arrays, zero.slow), codes, zero.axes
+        )
     owned = []
     for k, (s, w) in enumerate(zip(states, weights, strict=True)):
         weight = coll.own(w, zero.slow)
@@ -311,6 +326,8 @@ def gather_params(
 
 def _broadcast(step: Step, sent: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
     """:func:`coll.broadcast` of every leaf's arrays together."""
+    zero, flat = step.zero, [x for arrays in sent for x in arrays]
     with jax.named_scope("gather_leg"):
-        got = iter(coll.broadcast([x for arrays in sent for x in arrays], step.zero.owner_axes))
+        fused = lambda arrays: coll.broadcast(arrays, zero.owner_axes)
+        got = iter(coll.by_model_axes(fused, flat, zero.axes))
     return [[next(got) for _ in arrays] for arrays in sent]

@@ -169,6 +169,7 @@ def zero_shard(
         layout = Layout.of(params, zero, {axis: coll.axis_size(axis) for axis in zero.axes})
         if not layout.leaves:
             return updates, state
+        coll.check_model_axes(zero.axes)
         grads = layout.values(updates, "the gradient tree")
         _check(layout, grads, state, zero.axis_name)
         means, nonfinite = reduce_dense_leaves(layout, grads, zero.axes)

@@ -170,10 +170,11 @@ def init_state(
     slow, parts = layout.slow, layout.parts
     gathers_params = zero.gather_mode == "params"
 
-    def zeros(leaf: Leaf, blocks: int, dtype: str = "float32") -> Any:
+    def zeros(x: jax.Array, leaf: Leaf, blocks: int, dtype: str = "float32") -> Any:
+        names = axes + coll.model_axes_of(x, axes)
         shape = jax.ShapeDtypeStruct((blocks, codec.ROWS, leaf.lanes), jnp.float32)
         stored = jax.eval_shape(lambda x: codec.store(x, dtype), shape)
-        return jax.tree.map(lambda s: coll.vary(jnp.zeros(s.shape, s.dtype), axes), stored)
+        return jax.tree.map(lambda s: coll.vary(jnp.zeros(s.shape, s.dtype), names), stored)
 
     def leaf_state(leaf: Leaf, x: jax.Array) -> ChunkState | DenseState:
         if not leaf.compressed:
@@ -193,23 +194,23 @@ def init_state(
             worker_error=None,
             server_error=None,
             momentum=None,
-            variance=zeros(leaf, leaf.blocks) if zero.stage else None,
+            variance=zeros(x, leaf, leaf.blocks) if zero.stage else None,
             shared=shared,
             factors=Factors(*(jnp.zeros(m.shape, jnp.float32) for m in means)),
             master=None,
         )
         if error_feedback:
-            error = zeros(leaf, slow * leaf.blocks, zero.error_dtype)
+            error = zeros(x, leaf, slow * leaf.blocks, zero.error_dtype)
             state = state._replace(worker_error=error)
         if gathers_params:
             x = x.astype(jnp.float32)
             return state._replace(
-                worker_momentum=zeros(leaf, slow * leaf.blocks, zero.momentum_dtype),
-                momentum=zeros(leaf, leaf.blocks),
+                worker_momentum=zeros(x, leaf, slow * leaf.blocks, zero.momentum_dtype),
+                momentum=zeros(x, leaf, leaf.blocks),
                 master=layout.own(leaf, x, zero.owner_axes),
             )
         return state._replace(
-            server_error=zeros(leaf, leaf.blocks, zero.error_dtype),
+            server_error=zeros(x, leaf, leaf.blocks, zero.error_dtype),
             momentum=Packed(jnp.zeros((whole, int(zero.bits), leaf.lanes), jnp.uint8), scale),
         )
 
@@ -223,7 +224,7 @@ def init_state(
         applied=count,
         variance_updates=count,
         nonfinite=jnp.zeros(len(states), jnp.int32),
-        residual=coll.vary(residual, axes) if states else residual,
+        residual=coll.vary(residual, axes + coll.model_axes(axes)) if states else residual,
         leaves=layout.unflatten(states),
         inner=inner.init(masters if gathers_params else params),
         run=run,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
 from onebit_zero_jax.clip import global_norm
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import shard_specs
+from onebit_zero_jax.layers import shard_specs, without
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.shard import Phase
 from onebit_zero_jax.state import Phases, zero_states
@@ -113,7 +114,14 @@ class _Loss:
             jax.tree.map(lambda s, x: jax.tree.map(lambda y: shape(y, s), x), spec, arg)
             for arg, spec in zip(args, specs, strict=True)
         ]
-        mapped = jax.shard_map(probe, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        mapped = jax.shard_map(
+            probe,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P(),
+            axis_names=set(axes),
+            check_vma=check_vma,
+        )
         jax.eval_shape(mapped, *shapes)
 
     def check_local(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
@@ -253,46 +261,69 @@ class TrainStep:
         return self._programs[key]
 
     def _jit(self, phase: Phase | None, batch: Tree) -> Any:
-        assert self._specs is not None
-        axes = self._zero.axes
-
-        def body(state: TrainState, batch: Tree, rng: Any) -> tuple[TrainState, dict[str, Any]]:
-            return self._body(phase, state, batch, rng)
-
+        """Two maps in one program: the loss leaves model axes to XLA, the optimizer does not."""
+        specs, mesh, axes = self._specs, self._mesh, self._zero.axes
+        assert specs is not None
         batch_specs = jax.tree.map(lambda x: P(axes), batch)
-        # Without axis types: a user's loss may scan from a constant carry.
-        mapped = jax.shard_map(
-            body,
-            mesh=self._mesh,
-            in_specs=(self._specs, batch_specs, P()),
-            out_specs=(self._specs, P()),
-            check_vma=False,
+        local_specs = jax.tree.map(lambda spec: P(axes, *without(spec, axes)), specs.params)
+        update = jax.shard_map(
+            functools.partial(self._update, phase),
+            mesh=mesh,
+            in_specs=(specs.params, specs.opt_state, P(axes), local_specs),
+            out_specs=(specs.params, specs.opt_state, P(), P()),
         )
-        return jax.jit(mapped, donate_argnums=0)
 
-    def _body(
-        self, phase: Phase | None, state: TrainState, batch: Tree, rng: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
+        def run(state: TrainState, batch: Tree, rng: Any) -> tuple[TrainState, dict[str, Any]]:
+            # Without axis types: a user's loss may scan from a constant carry.
+            differentiate = jax.shard_map(
+                self._local,
+                mesh=mesh,
+                in_specs=(shard_specs(state.params), P(), P(), batch_specs, P()),
+                out_specs=(P(axes), P(axes), P(), P()),
+                axis_names=set(axes),
+                check_vma=False,
+            )
+            loss, grads, model_state, aux = differentiate(
+                state.params, state.model_state, state.step, batch, rng
+            )
+            params, opt_state, applied, metrics = update(state.params, state.opt_state, loss, grads)
+            # A skipped step must not leave its non-finite statistics behind.
+            model_state = jax.tree.map(
+                lambda new, old: jnp.where(applied, new, old), model_state, state.model_state
+            )
+            if self._loss.has_aux:
+                metrics["aux"] = aux
+            return TrainState(state.step + 1, params, opt_state, model_state), metrics
+
+        return jax.jit(run, donate_argnums=0)
+
+    def _local(
+        self, params: Tree, model_state: Tree, step: jax.Array, batch: Tree, rng: Any
+    ) -> tuple[jax.Array, Tree, Tree, Tree]:
+        """This device's loss and gradients, with an axis in front for the devices."""
         axes = self._zero.axes
         if rng is not None:
-            rng = jax.random.fold_in(jax.random.fold_in(rng, state.step), lax.axis_index(axes))
-        loss, grads, model_state, aux = self._gradients(state, batch, rng)
+            rng = jax.random.fold_in(jax.random.fold_in(rng, step), lax.axis_index(axes))
+        loss, grads, model_state, aux = self._gradients(params, model_state, batch, rng)
+        loss, grads = jax.tree.map(lambda x: x[None], (loss, grads))
+        return loss, grads, _mean_over_floats(model_state, axes), _mean_over(aux, axes)
+
+    def _update(
+        self, phase: Phase | None, params: Tree, opt_state: Any, loss: jax.Array, grads: Tree
+    ) -> tuple[Tree, Any, jax.Array, dict[str, Any]]:
+        """The optimizer's step; also whether it was applied, and metrics."""
+        axes = self._zero.axes
+        loss, grads = jax.tree.map(lambda x: x[0], (loss, grads))
         extra = {} if phase is None else {"phase": phase}
-        updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **extra)
-        params = optax.apply_updates(state.params, updates)
+        before = zero_states(opt_state)
+        updates, opt_state = self._tx.update(grads, opt_state, params, **extra)
+        params = optax.apply_updates(params, jax.tree.map(_typed_as, updates, params))
         zeros = zero_states(opt_state)
-        if model_state is not None:
-            # A skipped step must not leave its non-finite statistics behind.
-            before = zero_states(state.opt_state)
-            ok = [new.applied > old.applied for new, old in zip(zeros, before, strict=True)]
-            applied = jnp.all(jnp.stack(ok))
-            model_state = jax.tree.map(
-                lambda new, old: jnp.where(applied, new, old),
-                _mean_over_floats(model_state, axes),
-                state.model_state,
-            )
+        applied = [new.applied > old.applied for new, old in zip(zeros, before, strict=True)]
         lost = sum((s.residual for s in zeros), jnp.zeros((1, 2), jnp.float32))
         with jax.named_scope("metrics"):
+            model = coll.model_axes_of(lost, axes)
+            lost = lax.psum(lost, model) if model else lost
             totals = lax.psum(jnp.concatenate([jnp.ravel(loss), jnp.ravel(lost)]), axes)
         metrics = {
             "loss": totals[0] / coll.axis_size(axes),
@@ -300,23 +331,21 @@ class TrainStep:
             "residual_ratio": jnp.sqrt(totals[1] / jnp.where(totals[2] > 0, totals[2], 1.0)),
             "skipped_steps": jnp.max(jnp.stack([s.step - s.applied for s in zeros])),
         }
-        if self._loss.has_aux:
-            metrics["aux"] = _mean_over(aux, axes)
-        return TrainState(state.step + 1, params, opt_state, model_state), metrics
+        return params, opt_state, jnp.all(jnp.stack(applied)), metrics
 
     def _gradients(
-        self, state: TrainState, batch: Tree, rng: Any
+        self, params: Tree, model_state: Tree, batch: Tree, rng: Any
     ) -> tuple[jax.Array, Tree, Tree, Tree]:
         """Local loss, gradients, model state and aux, over all micro-batches."""
-        params = layers.wrap(state.params, self._zero, self._loss.compute_dtype)
+        wrapped = layers.wrap(params, self._zero, self._loss.compute_dtype)
 
         def differentiate(*args: Any) -> tuple[Any, Tree]:
-            out, grads = jax.value_and_grad(self._loss, has_aux=True)(params, *args)
-            return out, layers.unwrap(grads, state.params)
+            out, grads = jax.value_and_grad(self._loss, has_aux=True)(wrapped, *args)
+            return out, layers.unwrap(grads, params)
 
         k = self._accumulate
         if k == 1:
-            (loss, (model_state, aux)), grads = differentiate(state.model_state, batch, rng)
+            (loss, (model_state, aux)), grads = differentiate(model_state, batch, rng)
             return loss, grads, model_state, aux
 
         def split(path: Any, x: jax.Array) -> jax.Array:
@@ -339,13 +368,12 @@ class TrainStep:
 
         def zero(x: Any) -> Any:
             if is_shard(x):
-                shape = layers.gradient_shape(x, self._zero)
-                return dataclasses.replace(x, value=jnp.zeros(shape, jnp.float32))
-            return jnp.zeros(x.shape, jnp.float32)
+                return dataclasses.replace(x, value=layers.gradient_zeros(x, self._zero))
+            return jnp.zeros_like(x, jnp.float32)
 
-        zeros = jax.tree.map(zero, state.params, is_leaf=is_shard)
+        zeros = jax.tree.map(zero, params, is_leaf=is_shard)
         (grads, model_state), (losses, auxes) = lax.scan(
-            add, (zeros, state.model_state), (jnp.arange(k), batches)
+            add, (zeros, model_state), (jnp.arange(k), batches)
         )
         aux = jax.tree.map(
             lambda x: (
@@ -354,6 +382,12 @@ class TrainStep:
             auxes,
         )
         return jnp.mean(losses), grads, model_state, aux
+
+
+def _typed_as(update: jax.Array, param: jax.Array) -> jax.Array:
+    """``update``; zeros that took the type of a local gradient get the parameter's."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in (update, param)]
+    return update if varying[0] <= varying[1] else jnp.zeros_like(param)
 
 
 def _mean_over_floats(tree: Tree, axes: coll.AxisName) -> Tree:
@@ -476,7 +510,9 @@ def eval_step(
             return {**out, "aux": _mean_over(aux, axes)} if has_aux else out
 
         specs = (shard_specs(params), P(), P(axes))
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=specs, out_specs=P(), axis_names=set(axes), check_vma=False
+        )
         return mapped(params, model_state, batch)
 
     def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:

@@ -13,15 +13,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import (
-    gradient_shape,
+    full_specs,
+    gradient_zeros,
     join,
     shard_params,
     shard_shapes,
-    shard_specs,
 )
 from onebit_zero_jax.layout import Layout, is_shard
 from onebit_zero_jax.state import WORKER_FIELDS, Phases, zero_states
-from onebit_zero_jax.wire import depends_on_inputs
+from onebit_zero_jax.wire import known_zeros
 
 P = jax.P
 Tree = Any
@@ -63,18 +63,17 @@ def check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
             f"the mesh has axes {mesh.axis_names} but zero.axis_name is {zero.axis_name!r}; "
             "pass ZeroConfig(axis_name=...) axes of the mesh."
         )
-    others = {a: n for a, n in mesh.shape.items() if a not in zero.axes and n > 1}
-    if others:
-        raise NotImplementedError(
-            f"the mesh has further axes {others}; this version trains over "
-            f"{zero.axis_name!r} alone. Use a mesh without them."
-        )
     return data_size(mesh, zero)
 
 
 def data_size(mesh: Mesh, zero: ZeroConfig) -> int:
     """Number of devices on the data-parallel axes."""
     return math.prod(mesh.shape[axis] for axis in zero.axes)
+
+
+def model_axes(mesh: Mesh, zero: ZeroConfig) -> tuple[str, ...]:
+    """Axes of more than one device that parameters may be sharded over by the user."""
+    return tuple(a for a, n in mesh.shape.items() if a not in zero.axes and n > 1)
 
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -89,7 +88,21 @@ def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
 def _check_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> None:
     if not jax.tree.leaves(params):
         raise ValueError("params is an empty tree: there is nothing to train.")
-    Layout.of(params, zero, mesh.shape)
+
+    def piece(path: Any, x: Any) -> Any:
+        sharding = getattr(x, "sharding", None)
+        if sharding is None:
+            return x
+        try:
+            shape = sharding.shard_shape(x.shape)
+        except ValueError as e:
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} of shape {x.shape} does not divide over "
+                f"the model axes it is sharded over, {sharding.spec}: {e}"
+            ) from e
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    Layout.of(jax.tree_util.tree_map_with_path(piece, params), zero, mesh.shape)
 
 
 def _opt_specs(
@@ -98,15 +111,16 @@ def _opt_specs(
     """PartitionSpecs of the optimizer state, read from the types of an abstract step.
 
     State that differs between devices after init or an update on local gradients is
-    stacked along axis 0; the rest is replicated.
+    stacked along axis 0, over model axes first; the rest is replicated.
     """
     tx = with_extra_args(tx)
-    axes = set(zero.axes)
+    axes, model = set(zero.axes), model_axes(mesh, zero)
     found: list[Any] = []
 
     def spec(path: Any, before: jax.Array, after: Any) -> P:
         types = (jax.typeof(before), after)
-        varying = axes & frozenset().union(*(t.manual_axis_type.varying for t in types))
+        varying = frozenset().union(*(t.manual_axis_type.varying for t in types))
+        varying &= axes.union(model)
         if not varying:
             return P()
         if after.ndim == 0:
@@ -119,12 +133,12 @@ def _opt_specs(
         # Worker state follows the mesh, the owners' chunks their own order.
         worker = any(getattr(key, "name", "") in WORKER_FIELDS for key in path)
         order = zero.axes if worker else zero.axes[::-1]
-        return P(tuple(a for a in order if a in varying))
+        return P(tuple(a for a in (*model, *order) if a in varying))
 
     def gradient_like(x: Any) -> Any:
         if not is_shard(x):
             return coll.vary(x, zero.axes)
-        value = jnp.zeros(gradient_shape(x, zero), x.value.dtype)
+        value = gradient_zeros(x, zero, x.value.dtype)
         return dataclasses.replace(x, value=coll.vary(value, zero.axes))
 
     def probe(params: Tree) -> jax.Array:
@@ -135,12 +149,14 @@ def _opt_specs(
         )(grads)
         types = [v.aval for v in program.jaxpr.outvars]
         updates, after = jax.tree.unflatten(jax.tree.structure(out), types)
-        computed = depends_on_inputs(program.jaxpr)
+        frozen = known_zeros(program.jaxpr)
         nodes = jax.tree.leaves_with_path(updates, is_leaf=is_shard)
-        for (path, u), depends in zip(nodes, computed, strict=False):
+        values = [jax.typeof(x) for x in jax.tree.leaves(params)]
+        for (path, u), x, zero_update in zip(nodes, values, frozen, strict=False):
             u, own = (u.value, set(u.over)) if is_shard(u) else (u, set())
+            own |= x.manual_axis_type.varying.intersection(model)
             # Zeros made in the image of a gradient (optax.set_to_zero) have its type.
-            if depends and (axes - own) & u.manual_axis_type.varying:
+            if not zero_update and (axes.union(model) - own) & u.manual_axis_type.varying:
                 raise ValueError(
                     f"the update of parameter {jax.tree_util.keystr(path)} differs between "
                     "devices: it is made from the local gradient or from this device's chunk. "
@@ -243,7 +259,7 @@ def state_specs(
     check_mesh(mesh, zero)
     params = shard_shapes(params, mesh, zero)
     _check_params(params, mesh, zero)
-    specs = shard_specs(params)
+    specs = full_specs(params)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
     params = jax.tree.map(place, params, specs)
     opt_specs = _opt_specs(tx, params, specs, mesh, zero)
@@ -366,8 +382,18 @@ def full_params(state: TrainState) -> Tree:
     shards = [x.value for x in leaves if is_shard(x)]
     if not shards:
         return state.params
-    whole = NamedSharding(shards[0].sharding.mesh, P())
-    return jax.jit(join)(jax.jit(lambda x: x, out_shardings=whole)(state.params))
+    mesh = shards[0].sharding.mesh
+
+    def whole(x: Any) -> Any:
+        value = x.value if is_shard(x) else x
+        spec = list(value.sharding.spec)
+        if is_shard(x):
+            spec[value.ndim + x.axis] = None
+        sharding = NamedSharding(mesh, P(*spec))
+        return dataclasses.replace(x, value=sharding) if is_shard(x) else sharding
+
+    shardings = jax.tree.map(whole, state.params, is_leaf=is_shard)
+    return jax.jit(join)(jax.jit(lambda x: x, out_shardings=shardings)(state.params))
 
 
 def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:

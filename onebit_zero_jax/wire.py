@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 # Named scopes of the legs; collectives outside of them count as "other".
@@ -106,17 +107,30 @@ def traced_bytes(jaxpr: Any, sizes: dict[str, int]) -> dict[str, int]:
     return {leg.removesuffix("_leg"): round(n) for leg, n in totals.items()}
 
 
-def depends_on_inputs(jaxpr: Any) -> list[bool]:
-    """Whether each output of a jaxpr is computed from its inputs (bodies are taken as a whole).
+# What leaves zeros zero.
+_KEEP_ZERO = frozenset(
+    {
+        *("broadcast_in_dim", "convert_element_type", "mul", "neg", "pvary", "reshape"),
+        *("squeeze", "transpose"),
+    }
+)
+
+
+def known_zeros(jaxpr: Any) -> list[bool]:
+    """Whether each output of a jaxpr is seen to be 0 whatever its inputs.
 
     Example:
       >>> import jax
-      >>> program = jax.make_jaxpr(lambda x: (x + 1.0, jax.numpy.zeros_like(x)))(1.0)
-      >>> depends_on_inputs(program.jaxpr)
-      [True, False]
+      >>> program = jax.make_jaxpr(lambda x: (x + 1.0, 2.0 * jax.numpy.zeros_like(x)))(1.0)
+      >>> known_zeros(program.jaxpr)
+      [False, True]
     """
-    computed = set(jaxpr.invars)
+    zeros = set[Any]()
+
+    def is_zero(v: Any) -> bool:
+        return v in zeros if isinstance(v, core.Var) else not np.any(v.val)
+
     for eqn in jaxpr.eqns:
-        if any(isinstance(v, core.Var) and v in computed for v in eqn.invars):
-            computed.update(eqn.outvars)
-    return [isinstance(v, core.Var) and v in computed for v in jaxpr.outvars]
+        if eqn.primitive.name in _KEEP_ZERO and any(map(is_zero, eqn.invars)):
+            zeros.update(eqn.outvars)
+    return [is_zero(v) for v in jaxpr.outvars]
