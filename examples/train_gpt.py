@@ -148,6 +148,7 @@ def train(
     evaluate: Callable[[Any], float],
     data: Iterator[np.ndarray],
     steps: int,
+    check: Callable[[Any], None] = lambda state: None,
 ) -> Run:
     losses: list[jax.Array] = []
     sent: list[dict[str, int]] = []
@@ -159,6 +160,7 @@ def train(
             sent.append(bytes_sent)
             bar.update()
             if i % 20 == 19:
+                check(state)
                 total = sum(sum(s.values()) for s in sent) / 1e6
                 bar.set_postfix_str(f"loss {float(losses[-5]):.3f}, sent {total:.1f} MB/device")
     steady = min(sent, key=lambda s: sum(s.values()))
@@ -292,8 +294,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data = lambda: batches(text[:cut], size, args.seed + 2)
     name = f"1-bit ZeRO-{args.stage}, {zero.gather_mode} {zero.bits}"
     state = ob.init(params, tx, mesh, zero)
+    limit = ob.SkipLimit(40)  # raises, naming the leaf, if 40 steps in a row are not finite
     runs = [
-        train(name, args.stage, onebit_step, state, ob.full_params, evaluate, data(), args.steps)
+        train(
+            name,
+            args.stage,
+            onebit_step,
+            state,
+            ob.full_params,
+            evaluate,
+            data(),
+            args.steps,
+            limit,
+        )
     ]
     if args.compare:
         flat = jax.make_mesh((devices,), ("data",))

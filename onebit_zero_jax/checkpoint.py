@@ -7,6 +7,7 @@ know, and a digest of each array, because TensorStore notices damage to its indi
 not to the values.
 """
 
+import dataclasses
 import os
 from typing import Any, Self
 
@@ -27,8 +28,9 @@ from onebit_zero_jax.checkpoint_content import (
     rebuild,
 )
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.resize import check_convertible, convert, spread
-from onebit_zero_jax.resize_leaf import Parts
+from onebit_zero_jax.layers import shard_shapes, whole_shapes
+from onebit_zero_jax.resize import convert, spread
+from onebit_zero_jax.resize_side import Parts
 from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import TrainState, abstract_state
 
@@ -178,7 +180,6 @@ def restore(
     Raises:
       FileNotFoundError: nothing there.
       CorruptCheckpointError: a file is damaged or gone; it is named.
-      NotImplementedError: a conversion from or to stage 3.
       ValueError: parameters, optimizer, mesh, ``zero`` or schedule differ from those
         that were saved; the message names both values.
       ImportError: the extra ``checkpoint`` is not installed.
@@ -200,8 +201,6 @@ def restore(
             "resize=True to convert it."
         )
     moved = before != Parts.of(mesh.shape, zero) or metadata.zero != zero
-    if moved:
-        check_convertible(metadata.zero, zero)
     check_parameters(metadata, target.params, before, where)
     wanted = flat(target)
     if not moved:
@@ -212,13 +211,17 @@ def restore(
                     f"{name} was saved as {saved.dtype} of shape {saved.shape}, tx asks for "
                     f"{x.dtype.name} of shape {x.shape}: pass the optimizer of the saved run."
                 )
+    saved_params = shard_shapes(
+        whole_shapes(target.params), before.mesh(metadata.zero), metadata.zero
+    )
+    saved_form = dataclasses.replace(target, params=saved_params)
     # Structure first: what does not fit is named before anything is read.
-    rebuild(dict(metadata.arrays), metadata, target)
+    rebuild(dict(metadata.arrays), metadata, saved_form)
     shardings = {
         name: spread(a.shape, mesh) if moved else wanted[name].sharding
         for name, a in metadata.arrays.items()
     }
-    state = rebuild(_read_arrays(where, metadata, shardings), metadata, target)
+    state = rebuild(_read_arrays(where, metadata, shardings), metadata, saved_form)
     if moved:
         state = convert(state, metadata.zero, before, tx, mesh, zero)
     # With the schedule of tx, which resize=True may have changed.

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax import codec
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layout import Layout
-from onebit_zero_jax.resize_leaf import Parts
+from onebit_zero_jax.resize import follows_shards
+from onebit_zero_jax.resize_side import Parts, Side
 from onebit_zero_jax.state import ChunkState, DenseState, Log8, Phases, Run, ZeroState, zero_states
 from onebit_zero_jax.sync import digest
 from onebit_zero_jax.train_state import TrainState
@@ -113,16 +113,16 @@ def _crc(body: Any) -> int:
 
 
 def parameters(params: Tree, zero: ZeroConfig, parts: Parts) -> dict[str, list[Any]]:
-    """How each parameter is cut: shape, dtype, compressed, blocks, lanes."""
+    """How each parameter is cut: the user's shape, dtype, compressed, blocks, lanes."""
     return {
-        leaf.path: [
-            list(leaf.shape),
-            jnp.dtype(leaf.dtype).name,
-            leaf.compressed,
-            leaf.blocks,
-            leaf.lanes,
+        path: [
+            list(side.whole),
+            jnp.dtype(side.leaf.dtype).name,
+            side.leaf.compressed,
+            side.leaf.blocks,
+            side.leaf.lanes,
         ]
-        for leaf in Layout.of(params, zero, parts.sizes(zero)).leaves
+        for path, side in Side.of(params, zero, parts).items()
     }
 
 
@@ -184,6 +184,9 @@ def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> T
     left = dict(arrays)
 
     def take(path: str) -> jax.Array:
+        other = path.removesuffix(".value") if path.endswith(".value") else f"{path}.value"
+        if path not in left and other in left:
+            raise ValueError(follows_shards(path))
         if path not in left:
             raise ValueError(
                 f"the checkpoint lacks {path}, which params, model_state and tx ask for. Pass "
@@ -201,7 +204,7 @@ def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> T
         return None
 
     def leaf_state(path: str) -> ChunkState | DenseState:
-        names = (f"{path}.worker_error", f"{path}.worker_error.values")
+        names = (f"{path}.shared", f"{path}.shared.levels")
         kind: Any = ChunkState if any(n in left for n in names) else DenseState
         return kind(*(stored(f"{path}.{f}") for f in kind._fields))
 

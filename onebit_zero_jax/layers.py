@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import codec
 from onebit_zero_jax import collectives as coll
@@ -289,7 +289,7 @@ def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
     return jax.jit(cut, out_shardings=shardings)(jax.device_put(params, whole))
 
 
-def shard_shapes(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
+def shard_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> Tree:
     """The tree of :func:`shard_params` in ShapeDtypeStructs; shards may be cut already."""
     devices = math.prod(mesh.shape[a] for a in zero.axes)
     shards = math.prod(mesh.shape[a] for a in zero.over)
@@ -381,6 +381,32 @@ def full_specs(shapes: Tree) -> Tree:
         return dataclasses.replace(x, value=P(*spec))
 
     return jax.tree.map(one, shapes, is_leaf=is_shard)
+
+
+def device_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> Tree:
+    """The tree of :func:`shard_shapes` as one device holds it."""
+
+    def one(x: Any) -> Any:
+        if not is_shard(x):
+            return x
+        shape = list(x.value.shape)
+        shape[x.axis] //= math.prod(mesh.shape[a] for a in x.over)
+        return dataclasses.replace(x, value=jax.ShapeDtypeStruct(tuple(shape), x.value.dtype))
+
+    return jax.tree.map(one, shard_shapes(params, mesh, zero), is_leaf=is_shard)
+
+
+def whole_shapes(params: Tree) -> Tree:
+    """The user's tree in ShapeDtypeStructs, from parameters as a TrainState keeps them."""
+
+    def one(x: Any) -> Any:
+        if not is_shard(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        shape = list(x.value.shape)
+        shape[x.axis] = x.size
+        return jax.ShapeDtypeStruct(tuple(shape), x.value.dtype)
+
+    return jax.tree.map(one, params, is_leaf=is_shard)
 
 
 def shard_specs(params: Tree) -> Tree:

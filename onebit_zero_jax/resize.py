@@ -11,8 +11,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layout import Layout
-from onebit_zero_jax.resize_leaf import Known, Parts, Side, convert_leaf, reflow, rework
+from onebit_zero_jax.layers import whole_shapes
+from onebit_zero_jax.layout import is_shard
+from onebit_zero_jax.resize_leaf import Known, convert_leaf, recut, rework
+from onebit_zero_jax.resize_side import Parts, Side
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
 from onebit_zero_jax.train_state import TrainState, abstract_state
 
@@ -84,18 +86,6 @@ def _is_zero_state(x: Any) -> bool:
     return isinstance(x, ZeroState)
 
 
-def _storage(zero: ZeroConfig) -> ZeroConfig:
-    """``zero`` without what leaves no trace in the state."""
-    params = zero.gather_mode == "params"
-    return ZeroConfig(
-        stage=min(zero.stage, 1),
-        gather=zero.gather_mode,
-        gather_bits=None if params else zero.bits,
-        error_dtype=zero.error_dtype,
-        momentum_dtype=zero.momentum_dtype if params else "float32",
-    )
-
-
 @dataclasses.dataclass
 class _Resizing:
     """One conversion: what it needs all over the tree, and the parameters it changes."""
@@ -109,25 +99,22 @@ class _Resizing:
 
     def __post_init__(self) -> None:
         old, new = (
-            Layout.of(self.old.params, zero, parts.sizes(zero)).leaves
+            Side.of(self.old.params, zero, parts)
             for zero, parts in zip(self.zeros, self.parts, strict=True)
         )
-        self.sides = {
-            a.path: tuple(
-                Side(dataclasses.replace(leaf, path=""), _storage(zero), parts)
-                for leaf, zero, parts in zip((a, b), self.zeros, self.parts, strict=True)
-            )
-            for a, b in zip(old, new, strict=True)
-        }
-        paths, self.params_def = jax.tree_util.tree_flatten_with_path(self.old.params)
-        self.params = {_name(path, "params"): x for path, x in paths}
+        self.sides = {path: (side, new[path]) for path, side in old.items()}
+        paths = jax.tree.leaves_with_path(self.old.params, is_leaf=is_shard)
+        self.params = {_name(path, "params"): _value(x) for path, x in paths}
+        targets, self.params_def = jax.tree.flatten(self.new.params, is_leaf=is_shard)
+        self.targets = dict(zip(self.params, targets, strict=True))
 
     @functools.cached_property
     def decays(self) -> list[tuple[float, float]]:
-        return _decays(self.tx, self.old.params, self.zeros[1])
+        return _decays(self.tx, whole_shapes(self.old.params), self.zeros[1])
 
     def run(self) -> TrainState:
         """The converted state."""
+        self.check_links()
         old_def: Any = jax.tree.structure(self.old.opt_state, is_leaf=_is_zero_state)
         new_def: Any = jax.tree.structure(self.new.opt_state, is_leaf=_is_zero_state)
         if old_def != new_def:
@@ -149,13 +136,33 @@ class _Resizing:
             else:
                 converted.append(self.outer(name, a, b))
         opt_state = jax.tree.unflatten(new_def, converted)
-        params = jax.tree.unflatten(self.params_def, list(self.params.values()))
-        kept = (self.old.step, params, self.old.model_state)
+        params = [self.parameter(path, x) for path, x in self.params.items()]
+        kept = (self.old.step, jax.tree.unflatten(self.params_def, params), self.old.model_state)
         targets = (self.new.step, self.new.params, self.new.model_state)
         step, params, model_state = jax.tree.map(
             lambda x, t: _put(x, t.sharding, "the state"), kept, targets
         )
         return TrainState(step, params, opt_state, model_state)
+
+    def check_links(self) -> None:
+        """Raises where links around ``zero_shard`` have state in the shape of shards."""
+        if self.zeros[0] == self.zeros[1] and self.parts[0] == self.parts[1]:
+            return
+        for state in (self.old.opt_state, self.new.opt_state):
+            nodes = jax.tree.leaves_with_path(
+                state, is_leaf=lambda x: _is_zero_state(x) or is_shard(x)
+            )
+            for path, x in nodes:
+                if is_shard(x):
+                    raise ValueError(follows_shards(_name(path, "opt_state")))
+
+    def parameter(self, path: str, x: jax.Array) -> Any:
+        """A parameter as the new state keeps it, from the old or from the new shape."""
+        (old, new), target = self.sides[path], self.targets[path]
+        if x.shape != new.padded:  # No zero_shard has it.
+            x = _put(x, spread(x.shape, self.mesh), path)
+            x = jax.jit(lambda x: new.pad(old.unpad(x)))(x)
+        return dataclasses.replace(target, value=x) if is_shard(target) else x
 
     def zero_state(self, name: str, a: ZeroState, b: ZeroState, order: int | None) -> ZeroState:
         old = jax.tree.leaves_with_path(a.leaves, is_leaf=_is_leaf_state)
@@ -206,7 +213,7 @@ class _Resizing:
             return jax.tree.map(lambda x, t: _put(x, t.sharding, path), s, target)
         if isinstance(target, ChunkState):
             new = dataclasses.replace(new, feedback=target.worker_error is not None)
-        same_codes = old.zero == new.zero and old.leaf.lanes == new.leaf.lanes
+        same_codes = (old.zero, old.order, old.weighed) == (new.zero, new.order, new.weighed)
         b1 = b2 = bc2 = live = 0.0
         if not same_codes and order is not None:
             b1, b2 = self.decays[order]
@@ -219,7 +226,7 @@ class _Resizing:
                 "low bits of the master parameters would be lost. Keep gather='params'."
             )
         s, y = jax.tree.map(lambda x: _put(x, spread(x.shape, self.mesh), path), (s, y))
-        outputs = (target, jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=y.sharding))
+        outputs = (target, _value(self.targets[path]))
         work = jax.tree.map(lambda t: spread(t.shape, self.mesh), outputs)
         shardings, treedef = jax.tree.flatten(work)
         state, self.params[path] = _program(old, new, treedef, tuple(shardings))(s, y, known)
@@ -227,20 +234,22 @@ class _Resizing:
 
     def inner(self, path: str, name: str, x: jax.Array, target: Any) -> jax.Array:
         """State of the inner chain: whole leaves, chunks of leaves, or neither."""
-        shapes = (x.shape, target.shape)
         if x.dtype != target.dtype:
             raise ValueError(f"{name}{path} is {x.dtype}, with tx it would be {target.dtype}.")
-        if x.shape == target.shape:
-            return _put(x, target.sharding, name + path)
-        for leaf, sides in self.sides.items():
-            if path.endswith(leaf) and all(
-                shape in (side.leaf.shape, side.shape)
-                for shape, side in zip(shapes, sides, strict=True)
-            ):
+        owner = max((leaf for leaf in self.sides if path.endswith(leaf)), key=len, default=None)
+        if owner is not None and x.ndim:
+            old, new = self.sides[owner]
+            fits = x.shape in (old.whole, old.shape) and target.shape in (new.whole, new.shape)
+            if fits and (x.shape != target.shape or old.order != new.order):
                 x = _put(x, spread(x.shape, self.mesh), name + path)
                 work = spread(target.shape, self.mesh)
-                x = jax.jit(reflow, static_argnums=1, out_shardings=work)(x, target.shape)
+                again = jax.jit(recut, static_argnums=(0, 1, 3), out_shardings=work)
+                return _put(again(old, new, x, target.shape), target.sharding, name + path)
+            tied = not fits and x.shape[0] == old.blocks and old.order != new.order
+            if x.shape == target.shape and not tied:
                 return _put(x, target.sharding, name + path)
+        elif x.shape == target.shape:
+            return _put(x, target.sharding, name + path)
         raise ValueError(
             f"{name}{path} has shape {x.shape} and would have {target.shape}: it belongs to the "
             "blocks of a number of devices and cannot be cut again. Keep the mesh, or use an "
@@ -269,14 +278,18 @@ def _name(path: Any, empty: str) -> str:
     return jax.tree_util.keystr(path) or empty
 
 
-def check_convertible(zero_before: ZeroConfig, zero: ZeroConfig) -> None:
-    """Raises where no conversion exists."""
-    if 3 in (zero_before.stage, zero.stage):
-        raise NotImplementedError(
-            f"a state of stage {zero_before.stage} cannot be converted for stage {zero.stage}: "
-            "stage 3 keeps its mesh and configuration in this version. Take full_params(state) and "
-            "start anew with init, or restore on the mesh it was saved on."
-        )
+def _value(x: Any) -> Any:
+    """The array of a parameter."""
+    return x.value if is_shard(x) else x
+
+
+def follows_shards(name: str) -> str:
+    """Why state of a link in front of ``zero_shard`` cannot be converted at stage 3."""
+    return (
+        f"{name} is state of a link in front of zero_shard and has the shape of stage 3's shards, "
+        "each made of the gradients of other devices: it cannot be cut again. Keep the mesh and "
+        "zero, or use links without such state (clip_by_global_norm)."
+    )
 
 
 def convert(
@@ -288,8 +301,7 @@ def convert(
     zero: ZeroConfig,
 ) -> TrainState:
     """:func:`resize` of a state whose arrays may lie anywhere on the devices of ``mesh``."""
-    check_convertible(zero_before, zero)
-    new = abstract_state(state.params, tx, mesh, zero, state.model_state)
+    new = abstract_state(whole_shapes(state.params), tx, mesh, zero, state.model_state)
     parts = Parts.of(mesh.shape, zero)
     return _Resizing(state, new, (zero_before, zero), (parts_before, parts), tx, mesh).run()
 
@@ -313,11 +325,13 @@ def resize(
       momentum, over which they are applied in full (dropped if b1 = 0); one that becomes
       compressed starts with error 0 and its momentum on all workers.
 
-    Stages 0, 1 and 2 and both gather legs convert into each other: to
+    All stages and both gather legs convert into each other: to
     ``gather="params"`` the parameters become the master parameters and the server
     error moves to the workers; to ``gather="momentum"`` the master parameters become
     the parameters (float32 ones; others are refused, their masters hold more) and the
-    mean of the local momenta becomes the momentum.
+    mean of the local momenta becomes the momentum. Stage 3 cuts a leaf along an axis
+    before it is cut into blocks: there the factors of the weight are made anew from
+    v, as the last dense step would have made them.
 
     Where the split and ``zero`` stay the same, no bit changes. One leaf is converted at a
     time: at its peak a device holds the old state, the new one, and a few copies of
@@ -334,10 +348,9 @@ def resize(
       A TrainState as :func:`init` with these arguments makes it.
 
     Raises:
-      NotImplementedError: stage 3, before or after.
       ValueError: another optimizer or other parameters; state of the inner chain that
-        depends on blocks; bfloat16 parameters without a master afterwards; devices of
-        other processes.
+        depends on blocks, or of a link in front that has the shape of stage 3's shards;
+        bfloat16 parameters without a master afterwards; devices of other processes.
 
     Example:
       >>> from onebit_zero_jax import init, onebit_adam

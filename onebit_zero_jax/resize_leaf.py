@@ -5,48 +5,20 @@ once, in the order of the leaf: they are cut again, exactly. Workers' arrays (lo
 momentum, worker error) hold one whole leaf per worker: what the loss feels is their
 mean over workers, and that is kept. Codes whose block scales are tied to the blocks of
 a chunk are copied where blocks keep their width, else decoded and encoded again; what
-that rounds goes into an error, which sends it on.
+that rounds goes into an error, which sends it on. Stage 3 cuts a leaf along an axis
+before it is cut into blocks: then nothing but values carries over.
 """
 
-import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from onebit_zero_jax import codec
-from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layout import Leaf
+from onebit_zero_jax.resize_side import Side
 from onebit_zero_jax.state import ChunkState, DenseState, Log8
 
-
-class Parts(NamedTuple):
-    """How a state is divided: ``workers`` that send codes, over ``owners`` chunks."""
-
-    workers: int
-    owners: int
-
-    @classmethod
-    def of(cls, axes: Mapping[str, int], zero: ZeroConfig) -> "Parts":
-        """Of a mesh with axes of these sizes."""
-        return cls(axes[zero.slow], math.prod(axes[a] for a in zero.axes))
-
-    def sizes(self, zero: ZeroConfig) -> dict[str, int]:
-        """Sizes of the data-parallel axes: inverse of :meth:`of`."""
-        return dict(zip(zero.axes, (self.workers, self.owners // self.workers), strict=False))
-
-
 # ---------------------------------------------------------------- arrays
-
-
-def reflow(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The same values in the same order: padding at the end is cut off or added."""
-    flat, size = x.reshape(-1), int(np.prod(shape))
-    flat = jnp.pad(flat, (0, size - flat.size)) if flat.size < size else flat[:size]
-    return flat.reshape(shape)
 
 
 def rework(x: jax.Array, workers: int) -> jax.Array:
@@ -84,40 +56,6 @@ def _recount(stored: Any, blocks: int, senders: int = 1) -> Any:
 # ---------------------------------------------------------------- one leaf
 
 
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """A leaf's place in a state, before or after.
-
-    Attributes:
-      feedback: whether the state has worker errors.
-    """
-
-    leaf: Leaf
-    zero: ZeroConfig
-    parts: Parts
-    feedback: bool = True
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the whole leaf."""
-        return self.parts.owners * self.leaf.blocks
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the whole leaf in blocks."""
-        return (self.blocks, codec.ROWS, self.leaf.lanes)
-
-    @property
-    def gathers_params(self) -> bool:
-        """Whether owners send parameters, and hold the master copy."""
-        return self.zero.gather_mode == "params"
-
-    def weight(self, variance: jax.Array, factors: codec.Factors) -> jax.Array:
-        """w in blocks, of ``variance`` in blocks."""
-        factored = reflow(codec.weight_of(factors), self.shape)
-        return jnp.where(variance > 0, factored, 0.0)
-
-
 class Known(NamedTuple):
     """What conversions need beside the leaf; scalars.
 
@@ -143,7 +81,7 @@ class _Whole(NamedTuple):
       error: e_i ``(workers, ...)``.
       server: E.
       master: x.
-      factors: of the weight.
+      factors: of the weight; None where they must be made anew, of v.
     """
 
     momentum: jax.Array
@@ -153,7 +91,7 @@ class _Whole(NamedTuple):
     error: jax.Array
     server: jax.Array
     master: jax.Array
-    factors: codec.Factors
+    factors: codec.Factors | None
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -161,22 +99,18 @@ def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _open(side: Side, s: ChunkState | DenseState, y: jax.Array, known: Known) -> _Whole:
-    shape, workers = side.leaf.shape, side.parts.workers
+    shape, workers = side.whole, side.parts.workers
     y = y.astype(jnp.float32)
     if isinstance(s, DenseState):
         v = s.variance * _ratio(known.bc2, known.live_bc2)
-        scaled = _ratio(v, jnp.broadcast_to(known.bc2, v.shape))
-        factors = codec.weight_factors(*codec.mean_factors(scaled), shape)
         local = jnp.broadcast_to(s.momentum, (workers, *shape))
         nothing = jnp.zeros(shape, jnp.float32)
         master = y if s.master is None else s.master
         error = jnp.zeros_like(local)
-        return _Whole(s.momentum, s.momentum, v, local, error, nothing, master, factors)
+        return _Whole(s.momentum, s.momentum, v, local, error, nothing, master, None)
 
     def each(stored: Any) -> jax.Array:
-        return jax.vmap(lambda x: reflow(x, shape))(
-            codec.load(stored).reshape(workers, *side.shape)
-        )
+        return jax.vmap(side.join)(codec.load(stored).reshape(workers, *side.shape))
 
     v = s.variance if side.zero.stage else s.shared
     nothing = jnp.zeros(shape, jnp.float32)
@@ -187,15 +121,15 @@ def _open(side: Side, s: ChunkState | DenseState, y: jax.Array, known: Known) ->
     if side.gathers_params:
         local, own, master = (
             each(s.worker_momentum),
-            reflow(s.momentum, shape),
-            reflow(s.master, shape),
+            side.join(s.momentum),
+            side.join(s.master),
         )
         momentum, server = jnp.mean(local, axis=0), nothing
     else:
-        momentum = reflow(codec.decode(s.momentum, side.weight(v, s.factors)), shape)
+        momentum = side.join(codec.decode(s.momentum, side.weight(v, s.factors)))
         local, own, master = jnp.broadcast_to(momentum, (workers, *shape)), momentum, y
-        server = reflow(codec.load(s.server_error), shape)
-    return _Whole(momentum, own, reflow(v, shape), local, error, server, master, s.factors)
+        server = side.join(codec.load(s.server_error))
+    return _Whole(momentum, own, side.join(v), local, error, server, master, s.factors)
 
 
 def _to_dense(new: Side, old: Side, whole: _Whole, known: Known) -> DenseState:
@@ -216,10 +150,15 @@ def _to_dense(new: Side, old: Side, whole: _Whole, known: Known) -> DenseState:
 def _to_chunk(
     new: Side, old: Side, s: ChunkState | DenseState, whole: _Whole, known: Known
 ) -> ChunkState:
-    zero, lanes = new.zero, new.leaf.lanes
-    same_blocks = isinstance(s, ChunkState) and lanes == old.leaf.lanes
+    zero = new.zero
+    same_blocks = isinstance(s, ChunkState) and new.order == old.order
     chunk = s if isinstance(s, ChunkState) else None
-    v = reflow(whole.variance, new.shape)
+    v = new.cut(whole.variance)
+    factors = whole.factors
+    if factors is None or new.weighed != old.weighed:
+        # v has not changed since factors were made of it.
+        mean_square = _ratio(whole.variance, jnp.broadcast_to(known.bc2, new.whole))
+        factors = new.factors(mean_square)
 
     def per_worker(x: jax.Array, stored: Any, dtype: str, old_dtype: str) -> Any:
         workers = new.parts.workers
@@ -229,7 +168,7 @@ def _to_chunk(
             and (workers, dtype) == (old.parts.workers, old_dtype)
         ):
             return _recount(stored, new.blocks, workers)
-        x = jax.vmap(lambda x: reflow(x, new.shape))(rework(x, workers))
+        x = jax.vmap(new.cut)(rework(x, workers))
         return codec.store(x.reshape(-1, *new.shape[1:]), dtype)
 
     # Moving the server error to all workers leaves mean e + E as it was.
@@ -247,7 +186,7 @@ def _to_chunk(
         momentum=None,
         variance=v if zero.stage else None,
         shared=v,
-        factors=whole.factors,
+        factors=factors,
         master=None,
     )
     if zero.stage and new.gathers_params:
@@ -264,11 +203,11 @@ def _to_chunk(
         dtypes = zero.momentum_dtype, old.zero.momentum_dtype
         return state._replace(
             worker_momentum=per_worker(whole.local, stored, *dtypes),
-            momentum=reflow(whole.own, new.shape),
-            master=reflow(whole.master, new.shape),
+            momentum=new.cut(whole.own),
+            master=new.cut(whole.master),
         )
     codes = chunk.momentum if chunk is not None and same_blocks and not old.gathers_params else None
-    server = reflow(whole.server, new.shape)
+    server = new.cut(whole.server)
     if codes is not None and zero.bits == old.zero.bits:
         codes = _recount(codes, new.blocks)
         if zero.error_dtype == old.zero.error_dtype and chunk is not None:
@@ -277,18 +216,24 @@ def _to_chunk(
             )
     else:
         # The next step starts from b1 times the codes; what they lack is owed by the server.
-        weight = new.weight(v, whole.factors)
-        codes, lost = codec.encode(
-            reflow(whole.momentum, new.shape), bits=int(zero.bits), weight=weight
-        )
+        weight = new.weight(v, factors)
+        momentum = new.cut(whole.momentum)
+        codes, lost = codec.encode(momentum, bits=int(zero.bits), weight=weight)
         server = server + known.b1 * lost
     return state._replace(momentum=codes, server_error=codec.store(server, zero.error_dtype))
+
+
+def recut(old: Side, new: Side, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of the leaf's values, whole or in blocks, as an array of ``shape``."""
+    x = x if x.shape == old.whole else old.join(x)
+    return x if shape == new.whole else new.cut(x)
 
 
 def convert_leaf(
     old: Side, new: Side, s: ChunkState | DenseState, y: jax.Array, known: Known
 ) -> tuple[ChunkState | DenseState, jax.Array]:
-    """State and parameter of one leaf."""
+    """State and parameter of one leaf, ``y`` and its successor as a TrainState has them."""
+    y = old.unpad(y)
     if isinstance(s, DenseState) and not new.leaf.compressed:
         master = y.astype(jnp.float32) if s.master is None else s.master
         state: Any = s._replace(master=master if new.gathers_params else None)
@@ -300,4 +245,4 @@ def convert_leaf(
     # Without a master the parameters are the truth.
     if old.gathers_params and not new.gathers_params:
         y = master.astype(y.dtype)
-    return state, y
+    return state, new.pad(y)

@@ -16,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from onebit_zero_jax import ZeroConfig, init, onebit_adamw, train_step
+from onebit_zero_jax import ZeroConfig, init, onebit_adamw, onebit_lion, train_step
 from onebit_zero_jax.checkpoint import CheckpointManager, restore, save
 from onebit_zero_jax.checkpoint_content import CorruptCheckpointError, _crc
 from onebit_zero_jax.resize import resize
@@ -29,7 +29,9 @@ ZEROS = {
     "stage 1": ZeroConfig(stage=1, error_dtype="int8"),
     "stage 2": ZeroConfig(stage=2),
     "stage 3": ZeroConfig(stage=3),
+    "stage 3, fast": ZeroConfig(axis_name=("slow", "fast"), stage=3),
 }
+QUICK = ("stage 1", "stage 2", "stage 3, fast")
 ZERO = ZEROS["stage 2"]
 
 
@@ -38,6 +40,13 @@ pytestmark = pytest.mark.usefixtures("few_optimizations")
 
 def mesh_of(parts=2, kind=AxisType.Auto):
     return jax.make_mesh((parts,), ("data",), (kind,), devices=jax.devices()[:parts])
+
+
+def mesh_for(zero):
+    """The mesh that runs of ``zero`` are trained on."""
+    shape = (2,) * len(zero.axes)
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, zero.axes, kinds, devices=jax.devices()[: 2 ** len(shape)])
 
 
 def make_params():
@@ -67,7 +76,7 @@ def batch_of(step):
 
 @functools.cache
 def step_of(zero):
-    return train_step(loss_fn, make_tx(zero), mesh_of(), zero)
+    return train_step(loss_fn, make_tx(zero), mesh_for(zero), zero)
 
 
 def run(state, zero, first, last):
@@ -77,7 +86,7 @@ def run(state, zero, first, last):
 
 
 def start(zero=ZERO):
-    return init(make_params(), make_tx(zero), mesh_of(), zero)
+    return init(make_params(), make_tx(zero), mesh_for(zero), zero)
 
 
 def same(a, b):
@@ -111,7 +120,8 @@ def copy(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if "0" in n else n for n in ZEROS]
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZEROS],
 )
 def test_restored_run_is_the_run(name, tmp_path):
     """Stopped in warm-up and after the first compressed step, in the middle of the refreshes."""
@@ -126,7 +136,8 @@ def test_restored_run_is_the_run(name, tmp_path):
     with CheckpointManager(tmp_path, keep=2) as manager:
         assert manager.steps() == [2, 4]
         for stopped in (2, 4):
-            again, position = manager.restore(SHAPES, make_tx(zero), mesh_of(), zero, step=stopped)
+            tx, mesh = make_tx(zero), mesh_for(zero)
+            again, position = manager.restore(SHAPES, tx, mesh, zero, step=stopped)
             assert position == {"next": stopped}
             same(run(again, zero, position["next"], 8), state)
 
@@ -154,22 +165,36 @@ def test_model_state_and_explicit_mesh(tmp_path):
         restore(tmp_path / "x", SHAPES, make_tx(), mesh, ZERO)
 
 
-def test_stage_3_keeps_its_mesh(saved):
-    zero = ZEROS["stage 3"]
-    with pytest.raises(ValueError, match="saved with stage=2, zero has 3"):
-        restore(saved, SHAPES, make_tx(zero), mesh_of(), zero)
-    with pytest.raises(NotImplementedError, match="stage 2 cannot be converted for stage 3"):
-        restore(saved, SHAPES, make_tx(zero), mesh_of(), zero, resize=True)
-    with pytest.raises(NotImplementedError, match="stage 2 cannot be converted for stage 3"):
-        resize(trained(), make_tx(zero), mesh_of(), zero)
-
-
 def test_stage_3_on_an_explicit_two_speed_mesh(tmp_path):
     zero = ZeroConfig(axis_name=("slow", "fast"), stage=3)
     mesh = jax.make_mesh((2, 2), zero.axes, (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     state = init(make_params(), make_tx(zero), mesh, zero)
     save(tmp_path / "x", state)
     same(restore(tmp_path / "x", SHAPES, make_tx(zero), mesh, zero)[0], state)
+
+
+def test_without_worker_errors(tmp_path):
+    tx = onebit_lion(1e-3, zero=ZERO)
+    state = init(make_params(), tx, mesh_of(), ZERO)
+    save(tmp_path / "x", state)
+    same(restore(tmp_path / "x", SHAPES, tx, mesh_of(), ZERO)[0], state)
+
+
+def test_from_stage_3_to_others(tmp_path):
+    """What links in front hold in the shape of shards is refused, before anything is read."""
+    old, flat = ZEROS["stage 3, fast"], ZEROS["stage 3"]
+    state = trained(old)
+    save(tmp_path / "x", state)
+    with pytest.raises(ValueError, match="saved with stage=3, zero has 2"):
+        restore(tmp_path / "x", SHAPES, make_tx(), mesh_of(), ZERO)
+    for zero, parts in ((ZERO, 2), (flat, 4)):
+        mesh, tx = mesh_of(parts), make_tx(zero)
+        there, _ = restore(tmp_path / "x", SHAPES, tx, mesh, zero, resize=True)
+        same(there, resize(state, tx, mesh, zero))
+    linked = lambda zero: optax.chain(optax.trace(0.9), make_tx(zero))
+    save(tmp_path / "linked", init(make_params(), linked(old), mesh_for(old), old))
+    with pytest.raises(ValueError, match=r"\.trace\['a/b.c'\] is state of a link in front"):
+        restore(tmp_path / "linked", SHAPES, linked(ZERO), mesh_of(), ZERO, resize=True)
 
 
 # ---------------------------------------------------------------- elsewhere
@@ -182,6 +207,8 @@ def test_stage_3_on_an_explicit_two_speed_mesh(tmp_path):
         pytest.param((3,), "stage 1", AxisType.Auto, marks=pytest.mark.slow),
         ((2,), "stage 0", AxisType.Auto),
         ((2, 2), "stage 2", AxisType.Auto),
+        ((2, 2), "stage 3", AxisType.Explicit),
+        pytest.param((4,), "stage 3", AxisType.Auto, marks=pytest.mark.slow),
     ],
 )
 def test_restore_with_resize_is_resize(saved, shape, name, kind):

@@ -44,6 +44,15 @@ def test_digits(name):
     assert float(out.rsplit("test accuracy ", 1)[1]) > 0.93
 
 
+def test_float16():
+    """From a scale that overflows down to one that fits."""
+    out = run("examples/float16.py", "--steps", "100", "--devices", "4", "--scale", "1e9")
+    first, *_, last = re.findall(r"scale (\S+), (\d+) steps skipped", out)
+    assert 1 <= int(first[1]) < 20
+    assert float(last[0]) < 1e9
+    assert float(out.rsplit("test accuracy ", 1)[1]) > 0.93
+
+
 def test_train_gpt(tmp_path):
     args = ["--compare", "--steps", "12", "--devices", "2", "--out", str(tmp_path)]
     out = run("examples/train_gpt.py", *args)

@@ -1,6 +1,8 @@
 """Steps skipped in a row, and float16 with dynamic loss scaling."""
 
 import functools
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,9 @@ import pytest
 
 from onebit_zero_jax import ZeroConfig, init, onebit_adamw, train_step
 from onebit_zero_jax.skips import SkipLimit
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+from float16 import LossScale, adjust, in_float16
 
 pytestmark = pytest.mark.usefixtures("few_optimizations")
 
@@ -19,33 +24,18 @@ def mesh():
     return jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
 
 
-@jax.custom_vjp
-def times_in_backward(x, factor):
-    """``x``; its gradient is multiplied by ``factor``."""
-    return x
-
-
-times_in_backward.defvjp(
-    lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
-)
-
-
-def loss_fn(params, batch):
+def tiny_errors(params, batch):
     """In float16: the backward pass of a small loss underflows unless it is scaled."""
-    scale = batch["scale"][0]
-    params = jax.tree.map(lambda p: times_in_backward(p, 1 / scale), params)
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    out = batch["x"].astype(jnp.float16) @ half["w"] + half["b"]
+    out = batch["x"].astype(jnp.float16) @ params["w"] + params["b"]
     error = (out - batch["y"].astype(jnp.float16)) * jnp.float16(1e-2)
-    loss = jnp.mean(jnp.square(error.astype(jnp.float32)))
-    return times_in_backward(loss * 1e-4, scale)
+    return jnp.mean(jnp.square(error.astype(jnp.float32))) * 1e-4
 
 
 @functools.cache
 def stepper():
     # Gradients of about 1e-10 are far below the usual eps.
     tx = onebit_adamw(0.01, eps=1e-14, zero=ZERO, warmup_steps=3, refresh=8, weight_decay=0.0)
-    return tx, train_step(loss_fn, tx, mesh(), ZERO)
+    return tx, train_step(in_float16(tiny_errors), tx, mesh(), ZERO)
 
 
 def start():
@@ -57,23 +47,21 @@ def batch_of(step, scale, poison=0.0):
     rng = np.random.default_rng(step)
     x = rng.normal(size=(8, 16)).astype("f4")
     y = x @ np.full((16, 16), 0.25, "f4") + poison
-    return {"x": x, "y": y, "scale": np.full(8, scale, "f4")}
+    return {"x": x, "y": y, "scale": np.full(2, scale, "f4")}
 
 
-def scaled_run(steps, scale, dynamic=True, poison=0.0):
-    """Loss scaling on the host: half of it after a skipped step, twice after 10 good ones."""
-    state, limit, scales, skipped, good = start(), SkipLimit(60), [], 0, 0
+def scaled_run(steps, first, dynamic=True, poison=0.0):
+    """The example's loss scaling: half after a skipped step, twice after 10 good ones."""
+    state, limit, scales = start(), SkipLimit(60), []
+    scale = LossScale.of(first, mesh())
     for t in range(steps):
-        state, metrics = stepper()[1](state, batch_of(t, scale, poison))
+        scales.append(float(np.asarray(scale.scale)[0]))
+        batch = dict(batch_of(t, first, poison), scale=scale.scale)
+        state, metrics = stepper()[1](state, batch)
         limit(state)
-        scales.append(scale)
-        before, skipped = skipped, int(metrics["skipped_steps"])
-        good = good + 1 if skipped == before else 0
-        if dynamic and skipped > before:
-            scale = max(scale / 2, 1.0)
-        elif dynamic and good and good % 10 == 0:
-            scale *= 2
-    return state, scales, skipped
+        if dynamic:
+            scale = adjust(scale, metrics["skipped_steps"], period=10)
+    return state, scales, int(metrics["skipped_steps"])
 
 
 def test_float16_with_dynamic_loss_scaling():
@@ -81,7 +69,10 @@ def test_float16_with_dynamic_loss_scaling():
     state, scales, skipped = scaled_run(60, 2.0**40)
     assert 1 <= skipped <= 20
     assert int(state.opt_state.applied) == 60 - skipped
-    assert min(scales) < 2.0**40
+    # Down until it fits, up after ten good steps, and so on.
+    ratios = np.divide(scales[1:], scales[:-1])
+    assert set(ratios) == {0.5, 1.0, 2.0}
+    assert np.sum(ratios == 0.5) >= skipped - 1
     assert np.mean(np.abs(state.params["w"] - 0.25)) < 0.05
     stuck, _, skipped = scaled_run(5, 1.0, dynamic=False)
     assert skipped == 0
