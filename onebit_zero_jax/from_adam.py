@@ -14,7 +14,7 @@ from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.resize import decays
 from onebit_zero_jax.resize_leaf import Known, Parts, Side, convert_leaf
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
-from onebit_zero_jax.train_state import TrainState, init
+from onebit_zero_jax.train_state import TrainState, check_mesh, init
 
 Tree = Any
 
@@ -66,13 +66,15 @@ def from_adam_state(
             "this version. Start with init and a warm-up."
         )
     adam = _find(adam_state)
-    state = init(params, tx, mesh, zero, model_state)
-    states = zero_states(state.opt_state)
-    layout = Layout.of(state.params, zero, mesh.shape)
+    check_mesh(mesh, zero)
+    params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), params)
+    layout = Layout.of(params, zero, mesh.shape)
     whole = NamedSharding(mesh, jax.P())
     moments = [_moments(name, getattr(adam, name), layout, whole) for name in ("mu", "nu")]
     count = int(np.asarray(adam.count))
     _check_values(layout, *moments, count)
+    state = init(params, tx, mesh, zero, model_state)
+    states = zero_states(state.opt_state)
     is_state = lambda x: isinstance(x, (ChunkState, DenseState))
     structure: Any = jax.tree.structure(states[0].leaves, is_leaf=is_state)
     if len(states) != 1 or structure != layout.treedef:

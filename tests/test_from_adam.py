@@ -53,7 +53,7 @@ def adamw_run(tx, params, state, count, data):
     return params, state, losses
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_loss_goes_on_without_a_jump(stage):
     zero = ob.ZeroConfig(stage=stage)
     dense = optax.chain(optax.clip(10.0), optax.adamw(RATE, b2=0.95, weight_decay=0.01))
@@ -78,13 +78,15 @@ def test_the_loss_goes_on_without_a_jump(stage):
     assert int(metrics["skipped_steps"]) == 0
     assert before[0] > 2 * wanted[0]
     assert got[0] == pytest.approx(wanted[0], rel=1e-5)
-    # Ratios over batches that both have seen; without moments the first ones are far off.
+    # Both runs see the same batches.
     ratio = np.array(got) / np.array(wanted)
-    assert 0.98 < ratio.min() < ratio.max() < 1.06
-    assert ratio[-10:].mean() < 1.03
+    assert np.abs(ratio - 1).max() < 0.06
+    assert np.abs(ratio.mean() - 1) < 0.02
 
 
-@pytest.mark.parametrize("gather, bits", [("params", 4), ("momentum", 2)])
+@pytest.mark.parametrize(
+    "gather, bits", [("params", 4), pytest.param("momentum", 2, marks=pytest.mark.slow)]
+)
 def test_the_first_step_is_the_reference_step(gather, bits):
     parts, b1 = 2, 0.875
     zero = ob.ZeroConfig(stage=1, gather=gather, gather_bits=bits)
@@ -123,7 +125,8 @@ def test_the_first_step_is_the_reference_step(gather, bits):
         np.testing.assert_array_equal(s["v"], cut(adam[0].nu[name]), name)
         if gather == "params" or not leaf.compressed:
             np.testing.assert_array_equal(s["M"], cut(adam[0].mu[name]), name)
-            np.testing.assert_array_equal(s["master"], cut(params[name]), name)
+            if gather == "params":
+                np.testing.assert_array_equal(s["master"], cut(params[name]), name)
         else:
             owed = s["M"] + s["E"] / b1 - cut(adam[0].mu[name])
             alive = s["v"] > 0

@@ -126,6 +126,14 @@ def test_refreshes_count_anew_from_a_restarted_learning_rate():
     )
 
 
+def test_a_long_rise_is_one_refresh():
+    """A second warm-up of 60 steps, over several checks."""
+    rate = lambda t: jnp.interp(t, jnp.array([0, 20, 100, 160, 400]), jnp.array([0, 1, 0.1, 1, 0]))
+    dense, starts = walk(Phases(20, 64), 180, rate=rate)
+    assert list(np.flatnonzero(dense)) == [*range(20), 83, 101, 101 + 64]
+    np.testing.assert_array_equal(as_host(Phases(20, 64), starts), dense)
+
+
 def test_a_rise_in_warm_up_does_not_end_it():
     dense, _ = walk(Phases(150, 64), 200, rate=restarts)
     assert dense[:150].all()
