@@ -70,9 +70,9 @@ def from_adam_state(
     params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), params)
     layout = Layout.of(params, zero, mesh.shape)
     whole = NamedSharding(mesh, jax.P())
-    moments = [_moments(name, getattr(adam, name), layout, whole) for name in ("mu", "nu")]
+    mus, nus = (_moments(name, getattr(adam, name), layout, whole) for name in ("mu", "nu"))
     count = int(np.asarray(adam.count))
-    _check_values(layout, *moments, count)
+    _check_values(layout, mus, nus, count)
     state = init(params, tx, mesh, zero, model_state)
     states = zero_states(state.opt_state)
     is_state = lambda x: isinstance(x, (ChunkState, DenseState))
@@ -88,7 +88,7 @@ def from_adam_state(
     leaves = []
     current = layout.flatten(state.params, "params")
     targets = layout.flatten(states[0].leaves, "the optimizer state")
-    for leaf, y, target, mu, nu in zip(layout.leaves, current, targets, *moments, strict=True):
+    for leaf, y, target, mu, nu in zip(layout.leaves, current, targets, mus, nus, strict=True):
         feedback = isinstance(target, ChunkState) and target.worker_error is not None
         new = Side(leaf, zero, parts, feedback)
         # To convert it, one worker holds the leaf: all workers start from the same momentum.
@@ -104,7 +104,7 @@ def from_adam_state(
     def counted(x: Any) -> Any:
         """Schedules go on from count."""
         if isinstance(x, ZeroState):
-            counters = {n: put(count, getattr(x, n)) for n in _COUNTERS}
+            counters: dict[str, Any] = {n: put(count, getattr(x, n)) for n in _COUNTERS}
             return x._replace(
                 **counters,
                 starts=put((0, 0, count), x.starts),
