@@ -12,6 +12,7 @@ from onebit_zero_jax.collectives import compressed_all_gather as compressed_all_
 from onebit_zero_jax.collectives import compressed_all_reduce as compressed_all_reduce
 from onebit_zero_jax.collectives import compressed_reduce_scatter as compressed_reduce_scatter
 from onebit_zero_jax.config import ZeroConfig as ZeroConfig
+from onebit_zero_jax.from_adam import from_adam_state as from_adam_state
 from onebit_zero_jax.lamb import onebit_lamb as onebit_lamb
 from onebit_zero_jax.layers import layer as layer
 from onebit_zero_jax.layers import shard_params as shard_params

@@ -86,8 +86,10 @@ def onebit_adamw(
         (it sees chunks of 3 axes in place of matrices), that says which leaves decay.
       zero: axis, stage and codes.
       warmup_steps: dense steps at the start, at least 1; 15-25 % of a short run, never
-        fewer than the learning-rate warm-up.
-      refresh: steps between dense variance refreshes, doubling after every 16; or None.
+        fewer than the learning-rate warm-up. ``"auto"``: until the variance has settled
+        and the schedule no longer rises, see :func:`zero_shard`.
+      refresh: steps between dense variance refreshes, doubling after every 16, and anew
+        where the schedule of the learning rate begins to rise again; or None.
 
     Returns:
       An optax transformation, see :func:`zero_shard`.
@@ -112,7 +114,15 @@ def onebit_adamw(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return zero_shard(inner, zero=zero, b1=b1, b2=b2, warmup_steps=warmup_steps, refresh=refresh)
+    return zero_shard(
+        inner,
+        zero=zero,
+        b1=b1,
+        b2=b2,
+        warmup_steps=warmup_steps,
+        refresh=refresh,
+        learning_rate=learning_rate if callable(learning_rate) else None,
+    )
 
 
 def onebit_adam(

@@ -464,6 +464,26 @@ def weight_factors(row_mean: jax.Array, col_mean: jax.Array, shape: tuple[int, .
     return Factors(rsqrt(row_mean), rsqrt(col_mean) * jnp.sqrt(mean))
 
 
+def mean_variance(factors: Factors) -> jax.Array:
+    r"""Mean of the variance that factors came from, ``mean_i R_i``.
+
+    Args:
+      factors: from :func:`weight_factors`.
+
+    Returns:
+      float32 scalar.
+
+    Example:
+      >>> v = jnp.outer(jnp.array([4.0, 16.0, 0.0]), jnp.array([1.0, 4.0]))
+      >>> factors = weight_factors(*mean_factors(v), v.shape)
+      >>> [round(x.item(), 3) for x in (mean_variance(factors), jnp.mean(v))]
+      [16.667, 16.667]
+    """
+    row = factors.row
+    means = jnp.where(row > 0, 1 / jnp.square(jnp.where(row > 0, row, 1.0)), 0.0)
+    return jnp.mean(means) if means.size else jnp.zeros((), jnp.float32)
+
+
 def weight_of(factors: Factors) -> jax.Array:
     """The weight of a leaf: the product of its factors, 1e18 at most.
 

@@ -99,6 +99,12 @@ def share(x: jax.Array, axis_name: AxisName) -> float:
     return 1 / math.prod(lax.axis_size(a) for a in same)
 
 
+def over_model_axes(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sum of ``x`` over the :func:`model_axes` that it differs over."""
+    names = model_axes_of(x, axis_name)
+    return lax.psum(x, names) if names else x
+
+
 def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
     """Raises if a gradient is typed as equal on all devices, i.e. was already reduced."""
     if axis_size(axis_name) == 1 or not _tracks_types(axis_name):

@@ -23,8 +23,8 @@ from onebit_zero_jax.train_state import abstract_state
 
 Bytes = dict[str, dict[str, float]]  # leg -> axis -> bytes
 
-# psum of the loss and the two norms of the residual ratio.
-_SCALARS = 3
+# psum of the loss, the two norms of the residual ratio, and two of the variance's staleness.
+_SCALARS = 5
 # Memory traffic of coding over its minimum, counted for XLA on TPU v5e.
 _CODING_OVER_MINIMUM = 2.1
 _STAND_IN_VECTORS = 1000  # one value in so many
@@ -211,7 +211,8 @@ def memory(tree: Any, zero: ZeroConfig, mesh: Mesh) -> dict[str, float]:
                     add(_ITEMS.get(name, name.replace("_", " ")), arrays)
         else:
             add("dense leaves", s)
-    for name in ("step", "applied", "variance_updates", "nonfinite", "residual", "inner"):
+    counted = set(state.opt_state._fields) - {"leaves", "run"}
+    for name in counted:
         add("counters", getattr(state.opt_state, name))
     return out
 

@@ -109,4 +109,12 @@ def onebit_lamb(
         scale_by_trust_ratio(max_ratio),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return zero_shard(inner, zero=zero, b1=b1, b2=b2, warmup_steps=warmup_steps, refresh=refresh)
+    return zero_shard(
+        inner,
+        zero=zero,
+        b1=b1,
+        b2=b2,
+        warmup_steps=warmup_steps,
+        refresh=refresh,
+        learning_rate=learning_rate if callable(learning_rate) else None,
+    )

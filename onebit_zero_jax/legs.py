@@ -41,7 +41,7 @@ def reduce_dense_leaves(
     bad = [~jnp.all(jnp.abs(g) < _MAX_GRADIENT) for g in wide]
     small = [g for leaf, g in zip(layout.leaves, wide, strict=True) if not leaf.compressed]
     with jax.named_scope("dense_leaves"):
-        bad_leaves = _over_model_axes(jnp.stack(bad).astype(jnp.float32), axes)
+        bad_leaves = coll.over_model_axes(jnp.stack(bad).astype(jnp.float32), axes)
         flags, *sums = _fused_psum([bad_leaves, *small], axes, axes)
     means = iter(sums)
     devices = coll.axis_size(axes)
@@ -63,12 +63,6 @@ def _fused_psum(
         ]
 
     return coll.by_model_axes(fused, arrays, data_axes)
-
-
-def _over_model_axes(x: jax.Array, data_axes: coll.AxisName) -> jax.Array:
-    """Sum of ``x`` over the model axes that it differs over."""
-    names = coll.model_axes_of(x, data_axes)
-    return lax.psum(x, names) if names else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +104,7 @@ class Step:
         """Sums over the pieces of a leaf: every device has one of a chunked leaf."""
         axes = self.zero.axes
         with jax.named_scope("metrics"):
-            tree = jax.tree.map(lambda x: _over_model_axes(x, axes), tree)
+            tree = jax.tree.map(lambda x: coll.over_model_axes(x, axes), tree)
             nodes = self.layout.flatten(tree, "what leaf_sums adds up")
             pairs = zip(self.layout.leaves, nodes, strict=True)
             # Links under optax.masked leave a node without arrays at some leaves.

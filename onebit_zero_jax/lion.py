@@ -88,6 +88,7 @@ def onebit_lion(
         b1=b1,
         warmup_steps=warmup_steps,
         refresh=refresh,
+        learning_rate=learning_rate if callable(learning_rate) else None,
         momentum_decay=b2,
         bias_correction=False,
         error_feedback=False,

@@ -47,7 +47,7 @@ def _put(x: jax.Array, sharding: Any, name: str) -> jax.Array:
     return jax.device_put(x, sharding)
 
 
-def _decays(
+def decays(
     tx: optax.GradientTransformation, params: Tree, zero: ZeroConfig
 ) -> list[tuple[float, float]]:
     """b1 and b2 of every ``zero_shard`` in ``tx``, read from what a step of it does.
@@ -110,7 +110,7 @@ class _Resizing:
 
     @functools.cached_property
     def decays(self) -> list[tuple[float, float]]:
-        return _decays(self.tx, whole_shapes(self.old.params), self.zeros[1])
+        return decays(self.tx, whole_shapes(self.old.params), self.zeros[1])
 
     def run(self) -> TrainState:
         """The converted state."""
@@ -194,12 +194,17 @@ class _Resizing:
             # Summed over devices wherever it is used.
             total = np.sum(np.asarray(_put(residual, spread((), self.mesh), name)), axis=0)
             residual = jnp.asarray(np.broadcast_to(total / b.residual.shape[0], b.residual.shape))
+        staleness = a.staleness
+        if staleness.shape != b.staleness.shape:
+            # Momenta of other workers have other norms: the first codes are compared with anew.
+            staleness = jnp.zeros(b.staleness.shape, jnp.float32)
         counters: dict[str, Any] = {
             f: _put(getattr(a, f), getattr(b, f).sharding, f"{name}.{f}")
-            for f in ("step", "applied", "variance_updates", "nonfinite")
+            for f in ("step", "applied", "variance_updates", "nonfinite", "starts", "norms")
         }
         return b._replace(
             residual=_put(residual, b.residual.sharding, name),
+            staleness=_put(staleness, b.staleness.sharding, name),
             leaves=jax.tree.unflatten(treedef, leaves),
             inner=jax.tree.unflatten(inner_def, inner),
             **counters,

@@ -71,5 +71,6 @@ def onebit_sgdm(
         b1=momentum,
         warmup_steps=warmup_steps,
         refresh=refresh,
+        learning_rate=learning_rate if callable(learning_rate) else None,
         bias_correction=False,
     )

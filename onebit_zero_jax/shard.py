@@ -5,6 +5,7 @@ local momentum -> code -> reduce leg -> owner's update -> gather leg -> updates.
 runs inside ``jax.shard_map``. Lists below run over the leaves of the parameter tree.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -41,6 +42,8 @@ from onebit_zero_jax.state import (
 
 Phase = Literal["dense", "compressed"]
 
+# Compressed steps after warm-up whose weighted momentum later ones are compared with.
+REFERENCE_CODES = 32
 # 16 intervals of refreshes must fit int32.
 _MAX_STEPS = 2**27
 
@@ -53,6 +56,7 @@ def zero_shard(
     b2: Any = 0.999,
     warmup_steps: Any = 100,
     refresh: Any = 32,
+    learning_rate: Callable[[Any], Any] | None = None,
     momentum_decay: Any = None,
     bias_correction: bool = True,
     error_feedback: bool = True,
@@ -91,9 +95,14 @@ def zero_shard(
       b1: decay of the momentum, in [0, 1).
       b2: decay of the variance that shapes the weights, in [0, 1).
       warmup_steps: dense steps before the variance is frozen, at least 1; no fewer than
-        the learning-rate warm-up.
+        the learning-rate warm-up. ``"auto"``: until v has settled, that is until its L1 norm
+        over all matrices, of now and of max(100, 1 / (1 - b2)) steps ago (rounded up to
+        eighths of 16 steps), differ by 4 % at most, and ``learning_rate`` has stopped rising.
       refresh: steps from one dense variance refresh to the next, doubling after every
         16 refreshes; None for a variance frozen after warm-up.
+      learning_rate: the schedule that ``inner`` follows, if any, a function of the number
+        of steps. It is not applied here: where it begins to rise after warm-up, the step
+        is dense and refreshes count from there (unless ``refresh`` is None).
       momentum_decay: decay of the momentum that m_i and M keep, in [b1, 1), where it is
         not b1: what is sent and applied is then ``c = b1 m + (1 - b1) g`` (Lion).
         ``gather="params"`` only. None for b1.
@@ -131,7 +140,13 @@ def zero_shard(
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}.")
     b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
-    warmup_steps = _check_steps("warmup_steps", warmup_steps)
+    if not (isinstance(warmup_steps, str) and warmup_steps == "auto"):
+        warmup_steps = _check_steps("warmup_steps", warmup_steps, " or 'auto'")
+    if learning_rate is not None and not callable(learning_rate):
+        raise ValueError(
+            f"learning_rate must be a schedule or None, got {learning_rate!r}: it only says where "
+            "the rate rises, inner applies it."
+        )
     if refresh is not None:
         refresh = _check_steps("refresh", refresh)
     if momentum_decay is not None:
@@ -184,7 +199,7 @@ def zero_shard(
             variance_updates = (state.variance_updates + int(dense)).astype(jnp.float32)
             # Until the first compressed step M is exact, and Adam's denominator is right.
             exact = zero.gather_mode == "params" and (
-                (state.step < warmup_steps) | (state.variance_updates == 0)
+                phases.in_warmup_traced(state.step, state.starts) | (state.variance_updates == 0)
             )
             if not bias_correction:
                 bc1: Any = 1.0
@@ -208,24 +223,51 @@ def zero_shard(
 
         if phase is None:
             # A variance that no step has updated yet is never frozen.
-            is_dense = phases.is_dense_traced(state.step) | (state.variance_updates == 0)
+            is_dense = phases.is_dense_traced(state.step, state.starts) | (
+                state.variance_updates == 0
+            )
             new_updates, new = lax.cond(is_dense, lambda: step(True), lambda: step(False))
         else:
             new_updates, new = step(phase == "dense")
         new = jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, state)
+        starts, norms = phases.advance(
+            state.step,
+            state.starts,
+            state.norms,
+            lambda: _norm(zero, layout, new),
+            b2,
+            learning_rate,
+        )
         new = new._replace(
-            step=state.step + 1, nonfinite=state.nonfinite + jnp.minimum(nonfinite, 1)
+            step=state.step + 1,
+            nonfinite=state.nonfinite + jnp.minimum(nonfinite, 1),
+            starts=starts,
+            norms=norms,
         )
         return jax.tree.map(lambda u: jnp.where(ok, u, jnp.zeros_like(u)), new_updates), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_steps(name: str, value: Any) -> Any:
+def _norm(zero: ZeroConfig, layout: Layout, state: ZeroState) -> jax.Array:
+    """L1 norm of v / bc2 of the compressed leaves, which all devices know from the weights."""
+    states = layout.flatten(state.leaves, "the optimizer state")
+    total = jnp.zeros((), jnp.float32)
+    for leaf, s in zip(layout.leaves, states, strict=True):
+        if leaf.compressed:
+            norm = leaf.size * codec.mean_variance(s.factors)
+            total = total + coll.over_model_axes(norm, zero.axes)
+    # Where parameters are sharded over the fast axis, weights are those of a shard.
+    apart = tuple(a for a in zero.axes if a not in zero.owner_axes)
+    with jax.named_scope("metrics"):
+        return lax.psum(coll.vary(total, apart), apart) if apart else total
+
+
+def _check_steps(name: str, value: Any, other: str = "") -> Any:
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+        raise ValueError(f"{name} must be an integer of at least 1{other}, got {value!r}.")
     if value >= _MAX_STEPS:
         raise ValueError(
             f"{name} must be below {_MAX_STEPS} (the schedule counts in int32), got {value!r}; "
@@ -275,6 +317,19 @@ def _check(
         coll.check_varies(leaf.path, g, axis_name)
 
 
+def _staleness(
+    before: jax.Array, local: list[jax.Array], weights: list[jax.Array], axes: coll.AxisName
+) -> jax.Array:
+    """``ZeroState.staleness`` after the momenta ``local`` were encoded."""
+    norms = [
+        coll.share(m, axes) * jnp.sum(jnp.abs(m * w)) for m, w in zip(local, weights, strict=True)
+    ]
+    norm = sum(norms, jnp.zeros((), jnp.float32))
+    _, total, count = before[0]
+    first = (count < REFERENCE_CODES).astype(jnp.float32)
+    return jnp.stack([norm, total + first * norm, count + first])[None]
+
+
 def _walk(
     step: Step,
     inner: optax.GradientTransformationExtraArgs,
@@ -321,7 +376,11 @@ def _walk(
     local = [step.b1 * prev + (1 - step.b1) * g for prev, g in zip(previous, blocks, strict=True)]
 
     # Reduce leg.
-    residual, owned = state.residual, list[Owned]()
+    residual, staleness, owned = state.residual, state.staleness, list[Owned]()
+    if big and (step.gathers_params or not step.dense):
+        staleness = jnp.where(
+            step.exact, staleness, _staleness(staleness, local, weights, zero.axes)
+        )
     if big and step.dense:
         exact = reduce_dense(step, leaves, chunks, blocks, previous)
         if step.gathers_params:
@@ -386,6 +445,7 @@ def _walk(
         applied=state.applied + 1,
         variance_updates=state.variance_updates + int(step.dense),
         residual=residual,
+        staleness=staleness,
         leaves=layout.unflatten(states),
         inner=inner_state,
     )

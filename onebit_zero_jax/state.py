@@ -1,4 +1,4 @@
-"""State of :func:`onebit_zero_jax.zero_shard`, and when its steps are dense."""
+"""State of :func:`onebit_zero_jax.zero_shard`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,62 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from onebit_zero_jax import codec
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.codec import Factors, Packed
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import Layout, Leaf
+from onebit_zero_jax.phases import CHECKS_PER_WINDOW
+from onebit_zero_jax.phases import Phases as Phases
 
 Tree = Any
 
-# Refresh intervals double after this many refreshes (0/1 Adam, Lu et al. 2022).
-REFRESHES_PER_INTERVAL = 16
-
 # State that belongs to a worker, not to the owner of a chunk: stacked in the mesh's order.
-WORKER_FIELDS = ("worker_momentum", "worker_error", "residual")
-
-
-@dataclasses.dataclass(frozen=True)
-class Phases:
-    """When steps are dense: all of warm-up, then variance refreshes at doubling intervals.
-
-    Args:
-      warmup_steps: dense steps at the start, at least 1.
-      refresh: steps from one variance refresh to the next; doubles after every 16
-        refreshes. None: never refresh.
-    """
-
-    warmup_steps: int
-    refresh: int | None
-
-    def is_dense(self, step: int) -> bool:
-        """Whether step ``step`` (from 0) is dense.
-
-        Example:
-          >>> [t for t in range(20) if Phases(2, 4).is_dense(t)]
-          [0, 1, 5, 9, 13, 17]
-        """
-        since = step - self.warmup_steps
-        if since < 0 or self.refresh is None:
-            return since < 0
-        # The interval is refresh * 2^j from step 16 * refresh * (2^j - 1) after warm-up on.
-        span = REFRESHES_PER_INTERVAL * self.refresh
-        growth = 1 << ((since // span + 1).bit_length() - 1)
-        interval = self.refresh * growth
-        return (since - span * (growth - 1)) % interval == interval - 1
-
-    def is_dense_traced(self, step: jax.Array) -> jax.Array:
-        """The same for an int32 array; ``warmup_steps`` and ``refresh`` may be arrays too."""
-        since = step - self.warmup_steps
-        if self.refresh is None:
-            return since < 0
-        past = jnp.maximum(since, 0)
-        span = REFRESHES_PER_INTERVAL * self.refresh
-        growth = jnp.int32(1) << (31 - lax.clz(past // span + 1))
-        interval = self.refresh * growth
-        return (since < 0) | ((past - span * (growth - 1)) % interval == interval - 1)
+WORKER_FIELDS = ("worker_momentum", "worker_error", "residual", "staleness")
 
 
 @jax.tree_util.register_static
@@ -139,6 +96,10 @@ class ZeroState(NamedTuple):
       nonfinite: int32 ``(leaves,)``, steps skipped for a non-finite gradient of that leaf.
       residual: float32 ``(1, 2)``, different on each device: weighted square norms of the
         worker error left by the last compressed step, and of what it encoded.
+      staleness: float32 ``(1, 3)``, different on each device: L1 norm of the weighted local
+        momentum that was last encoded, its sum over the first 32 codes, and their number.
+      starts: int32 ``(3,)``, steps from which refreshes count, see :class:`Phases`.
+      norms: float32 ``(8,)``, L1 norms of v at the last checks; ``warmup_steps="auto"`` only.
       leaves: the parameters' tree with a :class:`ChunkState` or :class:`DenseState` in
         place of each leaf.
       inner: state of the inner chain.
@@ -150,6 +111,9 @@ class ZeroState(NamedTuple):
     variance_updates: jax.Array
     nonfinite: jax.Array
     residual: jax.Array
+    staleness: jax.Array
+    starts: jax.Array
+    norms: jax.Array
     leaves: Tree
     inner: Any
     run: Run
@@ -218,13 +182,19 @@ def init_state(
     states = [leaf_state(leaf, x) for leaf, x in zip(layout.leaves, flat, strict=True)]
     masters = layout.unflatten([s.master for s in states])
     count = jnp.zeros((), jnp.int32)
-    residual = jnp.zeros((1, 2), jnp.float32)
+    residual, staleness = jnp.zeros((1, 2), jnp.float32), jnp.zeros((1, 3), jnp.float32)
+    if states:
+        names = axes + coll.model_axes(axes)
+        residual, staleness = coll.vary(residual, names), coll.vary(staleness, names)
     return ZeroState(
         step=count,
         applied=count,
         variance_updates=count,
         nonfinite=jnp.zeros(len(states), jnp.int32),
-        residual=coll.vary(residual, axes + coll.model_axes(axes)) if states else residual,
+        residual=residual,
+        staleness=staleness,
+        starts=jnp.zeros(3, jnp.int32),
+        norms=jnp.zeros(CHECKS_PER_WINDOW, jnp.float32),
         leaves=layout.unflatten(states),
         inner=inner.init(masters if gathers_params else params),
         run=run,

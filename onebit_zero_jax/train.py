@@ -19,8 +19,9 @@ from onebit_zero_jax.clip import global_norm
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import shard_specs, without
 from onebit_zero_jax.layout import is_shard
+from onebit_zero_jax.phases import CHECK_EVERY, NOTICE, Phases
 from onebit_zero_jax.shard import Phase
-from onebit_zero_jax.state import Phases, zero_states
+from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import (
     P,
     TrainState,
@@ -172,6 +173,9 @@ class TrainStep:
         # The optimizer's step count returned last, and its value: known without asking the device.
         self._last: tuple[jax.Array, int] | None = None
         self._frozen = False
+        # What the host knows of `starts` of each zero_shard, and what the device has told since.
+        self._starts: list[tuple[int, ...]] = []
+        self._told: tuple[int, list[jax.Array]] | None = None
 
     def __call__(self, state: TrainState, batch: Tree, rng: Any = None) -> tuple[TrainState, Any]:
         """One step: ``(state, batch[, rng]) -> (state, metrics)``; ``state`` is donated."""
@@ -180,6 +184,10 @@ class TrainStep:
         program, sent = self._program(phase, state, batch, rng)
         state, metrics = program(state, batch, rng)
         self._last = (zero_states(state.opt_state)[0].step, step + 1)
+        if self._phases is not None and self._phases.decides and (step + 1) % CHECK_EVERY == 0:
+            # Copies, for the next step consumes the state; read NOTICE steps later.
+            starts = [s.starts.addressable_data(0) for s in zero_states(state.opt_state)]
+            self._told = step + 1 + NOTICE, [jnp.copy(x) for x in starts]
         metrics = dict(metrics, phase=phase or "device", bytes_sent=dict(sent))
         return state, metrics
 
@@ -232,10 +240,16 @@ class TrainStep:
         if self._last is not None and self._last[0] is count:
             step = self._last[1]
         else:  # The first step, or a state from elsewhere: ask the device once.
-            step, self._frozen = int(count), False
+            step, self._frozen, self._told = int(count), False, None
+            self._starts = _read([s.starts for s in zero_states(state.opt_state)])
+        if self._told is not None and step >= self._told[0]:
+            self._starts, self._told = _read(self._told[1]), None
         if self._phases is None:
             return step, None
-        if self._phases.is_dense(step):
+        dense = {self._phases.is_dense(step, starts) for starts in self._starts}
+        if len(dense) > 1:  # Groups whose warm-up or learning rates differ.
+            return step, None
+        if dense.pop():
             return step, "dense"
         if not self._frozen:
             # All of warm-up may have been skipped; asked once per run.
@@ -321,14 +335,17 @@ class TrainStep:
         zeros = zero_states(opt_state)
         applied = [new.applied > old.applied for new, old in zip(zeros, before, strict=True)]
         lost = sum((s.residual for s in zeros), jnp.zeros((1, 2), jnp.float32))
+        now, first = sum((_norms(s.staleness) for s in zeros), jnp.zeros(2, jnp.float32))
+        sums = [jnp.ravel(x) for x in (loss, lost, now, first)]
         with jax.named_scope("metrics"):
-            model = coll.model_axes_of(lost, axes)
-            lost = lax.psum(lost, model) if model else lost
-            totals = lax.psum(jnp.concatenate([jnp.ravel(loss), jnp.ravel(lost)]), axes)
+            sums = [coll.over_model_axes(x, axes) for x in sums]
+            totals = lax.psum(jnp.concatenate(sums), axes)
+        growth = jnp.where(totals[4] > 0, totals[3] / jnp.where(totals[4] > 0, totals[4], 1.0), 1.0)
         metrics = {
             "loss": totals[0] / coll.axis_size(axes),
             "gradient_norm": global_norm(grads, axes),
             "residual_ratio": jnp.sqrt(totals[1] / jnp.where(totals[2] > 0, totals[2], 1.0)),
+            "variance_staleness": jnp.square(growth),
             "skipped_steps": jnp.max(jnp.stack([s.step - s.applied for s in zeros])),
         }
         return params, opt_state, jnp.all(jnp.stack(applied)), metrics
@@ -390,6 +407,16 @@ def _typed_as(update: jax.Array, param: jax.Array) -> jax.Array:
     return update if varying[0] <= varying[1] else jnp.zeros_like(param)
 
 
+def _norms(staleness: jax.Array) -> jax.Array:
+    """The weighted norm of the momentum last encoded, and the mean of the first ones."""
+    now, total, count = staleness[0]
+    return jnp.stack([now, total / jnp.maximum(count, 1.0)])
+
+
+def _read(starts: list[jax.Array]) -> list[tuple[int, ...]]:
+    return [tuple(np.asarray(x).tolist()) for x in starts]
+
+
 def _mean_over_floats(tree: Tree, axes: coll.AxisName) -> Tree:
     """Floating-point leaves averaged over devices; others are taken as equal on all."""
     with jax.named_scope("metrics"):
@@ -436,9 +463,10 @@ def train_step(
       ``step(state, batch[, rng]) -> (state, metrics)``. ``batch`` goes through
       :func:`shard_batch`. ``metrics``: ``loss`` and ``gradient_norm`` (of the mean
       gradient, :func:`global_norm`), ``residual_ratio`` (weighted norm of the worker
-      errors over what was encoded; below 1), ``skipped_steps`` so far: arrays on the
-      device; ``phase`` and ``bytes_sent`` (per device, by leg, read from the traced
-      program): known on the host; ``aux``.
+      errors over what was encoded; below 1), ``variance_staleness`` (mean square of the
+      gradients over what the variance says, see docs/method.md; 1 when fresh),
+      ``skipped_steps`` so far: arrays on the device; ``phase`` and ``bytes_sent`` (per
+      device, by leg, read from the traced program): known on the host; ``aux``.
 
     Raises:
       ValueError: mesh without the axis, ``zero`` not that of ``tx``, ``accumulate``

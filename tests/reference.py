@@ -195,9 +195,10 @@ def step(
     Args:
       settings: of the run.
       leaves: one per parameter.
-      before: ``step``, ``applied``, ``variance_updates``, ``nonfinite``, ``residual`` and
-        ``leaves``, one dict per leaf: M, v and (gather="params") master; and in compressed
-        leaves e, row, col, and m ("params") or E and (stages 1, 2) level, top ("momentum").
+      before: ``step``, ``applied``, ``variance_updates``, ``nonfinite``, ``residual``,
+        ``staleness`` and ``leaves``, one dict per leaf: M, v and (gather="params") master; and
+        in compressed leaves e, row, col, and m ("params") or E and (stages 1, 2) level, top
+        ("momentum").
       grads: per leaf ``(P, *shape)``.
       params: per leaf the replica.
       after: the package's state after this step and its ``updates``, for ties alone.
@@ -227,6 +228,8 @@ def step(
     coded = not dense or (z.gather == "params" and not exact)
     if coded and any(leaf.compressed for leaf in leaves):
         new["residual"] = np.zeros((z.parts, 2))
+        _, total, codes = before["staleness"].T
+        new["staleness"] = np.stack([np.zeros(z.parts), total, codes + (codes < 32)], 1)
     updates, update_sizes = [], []
     decay = z.b1 if z.momentum_decay is None else z.momentum_decay
 
@@ -295,6 +298,8 @@ def step(
                 s["e"][k] *= z.error_feedback
                 size["e"][k] *= z.error_feedback
                 ties += tied
+                norm = np.abs(m[k] * w).sum()
+                new["staleness"][k, :2] += norm, norm * (codes[k] < 32)
         w = weight(leaf, s)
 
         # Gather leg.

@@ -108,7 +108,8 @@ def read(zero, leaves, state):
     """The package's state, one row per device, as the reference keeps it."""
     counters = ("step", "applied", "variance_updates")
     out: dict[str, Any] = {k: int(same(getattr(state, k))) for k in counters}
-    out |= {"nonfinite": same(state.nonfinite), "residual": state.residual[:, 0], "leaves": []}
+    out |= {"nonfinite": same(state.nonfinite), "leaves": []}
+    out |= {k: getattr(state, k)[:, 0] for k in ("residual", "staleness")}
     for leaf, name in zip(leaves, NAMES):
         s = state.leaves[name]
         r = {}
@@ -153,7 +154,8 @@ def states_close(t, got, want, sizes):
     for k in ("step", "applied", "variance_updates"):
         assert got[k] == want[k], (t, k)
     np.testing.assert_array_equal(got["nonfinite"], want["nonfinite"])
-    close((t, "residual"), got["residual"], want["residual"], want["residual"])
+    for k in ("residual", "staleness"):
+        close((t, k), got[k], want[k], want[k])
     for name, g, w, size in zip(NAMES, got["leaves"], want["leaves"], sizes):
         assert g.keys() == w.keys()
         for k in g:
@@ -234,9 +236,12 @@ def test_refreshes_double_after_every_16(warmup, refresh):
     phases, steps = Phases(warmup, refresh), np.arange(5001)
     dense = np.array([phases.is_dense(int(t)) for t in steps])
     assert set(np.flatnonzero(dense)) == ref.dense_steps(warmup, refresh, len(steps))
-    traced = jax.jit(lambda t, w, r: Phases(w, r).is_dense_traced(t))
-    np.testing.assert_array_equal(jax.jit(phases.is_dense_traced)(steps), dense)
-    np.testing.assert_array_equal(traced(steps, warmup, refresh), dense)
+    none = np.zeros(3, np.int32)
+    traced = lambda w, r: jax.vmap(lambda t: Phases(w, r).is_dense_traced(t, none))(steps)
+    np.testing.assert_array_equal(jax.jit(lambda: traced(warmup, refresh))(), dense)
+    np.testing.assert_array_equal(jax.jit(lambda w: traced(w, refresh))(warmup), dense)
+    if refresh is not None:
+        np.testing.assert_array_equal(jax.jit(traced)(warmup, refresh), dense)
     if refresh is not None:
         intervals = np.diff(np.flatnonzero(dense[warmup - 1 :]))
         np.testing.assert_array_equal(intervals, refresh * 2 ** (np.arange(len(intervals)) // 16))

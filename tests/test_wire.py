@@ -23,7 +23,7 @@ COMPRESSED = ("big", "odd")
 DENSE = ("vector", "scalar", "small")
 PARAMETERS = sum(math.prod(s) for s in SHAPES.values())
 SKETCH = 1031  # random projection of the gradient, for its norm
-SCALARS = 3  # loss, and the two norms of the residual ratio
+SCALARS = 5  # loss, two norms of the residual ratio, two of the variance's staleness
 
 
 pytestmark = pytest.mark.usefixtures("few_optimizations")
