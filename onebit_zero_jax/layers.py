@@ -35,8 +35,8 @@ _COPIES = frozenset(
     {
         *("all_gather", "all_gather_invariant", "bitcast_convert_type", "broadcast_in_dim"),
         *("concatenate", "convert_element_type", "copy", "copy_p", "custom_vmap_call"),
-        *("dynamic_slice", "expand_dims", "pad", "reshape", "rev", "slice", "split"),
-        *("squeeze", "transpose"),
+        *("dynamic_slice", "expand_dims", "or", "pad", "reshape", "rev", "shift_left"),
+        *("shift_right_logical", "slice", "split", "squeeze", "transpose"),
     }
 )
 _marked: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("marked", default=None)
@@ -100,7 +100,7 @@ def _whole(value: jax.Array, how: _How) -> jax.Array:
             shards = decoded.reshape(parts, -1)[:, : value.size].reshape(parts, *value.shape)
         else:
             wire = jnp.bfloat16 if how.bits == 16 else how.dtype
-            (shards,) = coll.broadcast([value.astype(wire)[None]], how.over)
+            shards = coll.gather_values(value.astype(wire), how.over)
         shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
         whole = jnp.moveaxis(shards, 0, axis).reshape(shape).astype(how.dtype)
         return lax.slice_in_dim(whole, 0, how.size, axis=axis)
