@@ -90,6 +90,11 @@ def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
 _MIN_IN_ROWS = 4096
 
 
+def buffer_bytes(total: int) -> int:
+    """Bytes of one part of a leg's buffer, from those of the arrays in it: with its padding."""
+    return total if total < _MIN_IN_ROWS else total + -total % codec.LANES
+
+
 def _rows(arrays: Sequence[jax.Array], parts: int) -> tuple[int, list[bool]]:
     """How wide the rows of a buffer are, and which arrays fill whole ones."""
     total = sum(x.size * x.dtype.itemsize for x in arrays) // parts
