@@ -2,6 +2,7 @@
 
     python benchmarks/pods.py [--only TEXT] [--limit 800] [--results benchmarks/results/pods.jsonl]
     python benchmarks/pods.py --table        # the table of docs/pods.md from the results
+    python benchmarks/pods.py --depth tpu:v5e:2x4 --slices 2     # temporaries of stage 3 by depth
 
 TPU rows need libtpu, GPU rows jax[cuda12]; no chip. Every row runs in a process of its own
 under a time limit; one that fails is a row that says so. A row measured again replaces the
@@ -113,6 +114,31 @@ def measure(row: Row) -> dict[str, Any]:
     return summary(row, found, sum(memory.values()))
 
 
+def depth(target: str, slices: int, stage: int = 3) -> dict[str, Any]:
+    """Temporaries with 12 and 24 scanned layers, and their growth per layer."""
+    import math
+
+    import jax
+
+    from onebit_zero_jax import pods
+
+    found: dict[str, Any] = {"target": target, "slices": slices, "stage": stage, "temporaries": {}}
+    width = 512
+    for layers in (12, 24):
+        pods.MODELS["depth"] = (layers, width, 8, 1024)
+        compiled = pods.compile_step(target, "depth", slices=slices, stage=stage, length=64)
+        found["temporaries"][layers] = compiled.temporaries
+        found["fast"] = compiled.report.axes.get("fast", 1)
+        print(json.dumps(found), flush=True)
+    leaves = jax.tree.leaves(pods.model("depth")[0]["layers"])
+    parameters = sum(math.prod(x.shape) for x in leaves) / layers
+    low, high = found["temporaries"].values()
+    found["growth_bytes_per_parameter"] = (high - low) / (12 * parameters)
+    # Gradients of the shards, in float32, wait for the end of the backward pass.
+    found["by_design"] = 4 / found["fast"]
+    return found
+
+
 def run(row: Row, limit: float) -> dict[str, Any]:
     """Measures a row in a process of its own; never raises."""
     failed = {**dataclasses.asdict(row), "row": row.name, "ok": False}
@@ -188,10 +214,16 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=800.0, help="seconds for a row")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print the results, measure nothing")
+    parser.add_argument("--depth", metavar="TARGET", help="temporaries by depth, nothing else")
+    parser.add_argument("--slices", type=int, default=1, help="with --depth")
+    parser.add_argument("--stage", type=int, default=3, help="with --depth")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         print(json.dumps(measure(next(r for r in ROWS if r.name == args.row))))
+        return
+    if args.depth:
+        print(json.dumps(depth(args.depth, args.slices, args.stage)))
         return
     rows = [r for r in ROWS if args.only in r.name]
     if not rows:

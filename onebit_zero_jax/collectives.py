@@ -14,7 +14,6 @@ add up to what was put in, to float32 rounding::
 Planes and scales travel as uint8 in one collective per leg, in rows of 128 bytes.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 

@@ -42,7 +42,8 @@ def raise_timeout(bench, command, timeout, **_):
 def test_an_error_of_the_child_is_the_row(bench):
     # No such row: the child ends with an exception.
     failed = bench.run(bench.Row("tpu:v5e:2x4", 0, "10m", 2), 60.0)
-    assert not failed["ok"] and "StopIteration" in failed["error"]
+    assert not failed["ok"]
+    assert "StopIteration" in failed["error"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
@@ -68,6 +69,7 @@ def test_a_row_of_a_compiled_program(bench):
     found = pods.Compiled(report, 1.0, 1 << 22, 0, 3.0, 1.5)
     row = bench.summary(bench.Row("tpu:v5e:2x4", 2, "10m", 2), found, 1e6)
     # The sum of bytes over fast is an all-reduce of no small leg.
-    assert row["compressed"] == "yes" and row["accessed_over_floor"] == 2.0
+    assert row["compressed"] == "yes"
+    assert row["accessed_over_floor"] == 2.0
     assert any("all-reduce" in x and "fast" in x for x in row["rewrites"])
     assert row["row"] in bench.table([row])
