@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slices", type=int, default=1, help="TPU slices (default 1)")
     add("--model", default="1b", help="10m, 100m, 1b or 7b (default 1b)")
     add("--phase", choices=("compressed", "dense"), default="compressed")
-    add("--stage", type=int, default=2, help="0 to 2 (default 2)")
+    add("--stage", type=int, default=2, help="0 to 3 (default 2)")
     add("--gather", help="params or momentum (default: the stage's)")
     add("--gather-bits", type=_bits, help="1, 2, 3, 4, 8 or dense (default: 4 or 1)")
     add("--error-dtype", default="float32", help="float32, bfloat16 or int8")

@@ -11,7 +11,7 @@ add up to what was put in, to float32 rounding::
 
     sum_t out_t = sum_t mean_i x_(i,t) - mean_i e_(i,T) - E_T
 
-Planes and scales travel as uint8 in one collective per leg.
+Planes and scales travel as uint8 in one collective per leg, in rows of 128 bytes.
 """
 
 import math
@@ -122,28 +122,75 @@ def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
 # ---------------------------------------------------------------- one buffer per leg
 
 
-def _to_bytes(x: jax.Array, parts: int) -> jax.Array:
-    if x.dtype != jnp.uint8:
-        x = lax.bitcast_convert_type(x, jnp.uint8)
-    return x.reshape(parts, -1)
+# A buffer of fewer bytes is one row: no padding.
+_MIN_IN_ROWS = 4096
+
+
+def buffer_bytes(total: int) -> int:
+    """Bytes of one part of a leg's buffer, from those of the arrays in it: with its padding."""
+    return total if total < _MIN_IN_ROWS else total + -total % codec.LANES
+
+
+def _rows(arrays: Sequence[jax.Array], parts: int) -> tuple[int, list[bool]]:
+    """How wide the rows of a buffer are, and which arrays fill whole ones."""
+    total = sum(x.size * x.dtype.itemsize for x in arrays) // parts
+    width = total if total < _MIN_IN_ROWS else codec.LANES
+    return width, [width > 0 and x.size // parts % width == 0 for x in arrays]
+
+
+def _to_bytes(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Words of shape ``(parts, n, ...)`` as bytes: all lowest ones, then all second ones, ...
+
+    A bitcast to bytes would have a last axis of 2 or 4, which TPU pads to 128.
+    """
+    width = x.dtype.itemsize
+    words = lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(shape)
+    planes = [(words >> (8 * j)).astype(jnp.uint8) for j in range(width)]
+    return planes[0] if width == 1 else jnp.concatenate(planes, axis=1)
 
 
 def _from_bytes(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     width = jnp.dtype(dtype).itemsize
-    if width == 1:
-        return lax.bitcast_convert_type(x.reshape(shape), dtype)
-    return lax.bitcast_convert_type(x.reshape(*shape, width), dtype)
+    planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width, axis=1)]
+    words = planes[0]
+    for j in range(1, width):
+        words = words | (planes[j] << (8 * j))
+    return lax.bitcast_convert_type(words.reshape(shape), dtype)
+
+
+def _join(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
+    """One buffer of bytes in rows of 128: ``(parts, rows, 128)``.
+
+    What fills no rows comes last, padded together. A buffer ``(parts, bytes)`` TPU pads to
+    tiles: more temporaries, and compile time that grows with the leaf.
+    """
+    width, full = _rows(arrays, parts)
+    pairs = list(zip(arrays, full, strict=True))
+    rows = [_to_bytes(x, (parts, -1, width)) for x, fills in pairs if fills]
+    rest = [_to_bytes(x, (parts, x.size // parts)) for x, fills in pairs if not fills]
+    if rest:
+        tail = jnp.concatenate(rest, axis=1)
+        tail = jnp.pad(tail, ((0, 0), (0, -tail.shape[1] % max(1, width))))
+        rows.append(tail.reshape(parts, tail.shape[1] // max(1, width), width))
+    return jnp.concatenate(rows, axis=1)
 
 
 def _split(buffer: jax.Array, like: Sequence[jax.Array], parts: int) -> list[jax.Array]:
-    """Cuts ``(senders, bytes)`` into arrays ``(senders, len // parts, ...)`` as in ``like``."""
-    out, start = [], 0
-    for x in like:
-        shape = (x.shape[0] // parts, *x.shape[1:])
-        size = math.prod(shape) * x.dtype.itemsize
-        piece = buffer[:, start : start + size]
-        out.append(_from_bytes(piece, (buffer.shape[0], *shape), x.dtype))
-        start += size
+    """Cuts :func:`_join`'s buffer into arrays ``(senders, len // parts, ...)`` as in ``like``."""
+    width, full = _rows(like, parts)
+    sizes = [x.size // parts * x.dtype.itemsize for x in like]
+    end = sum(n // width for n, fills in zip(sizes, full, strict=True) if fills)
+    row, at, tail = 0, 0, buffer[:, end:].reshape(buffer.shape[0], -1)
+    out = []
+    for x, n, fills in zip(like, sizes, full, strict=True):
+        if fills:
+            piece = buffer[:, row : row + n // width]
+            row += n // width
+        else:
+            piece = tail[:, at : at + n]
+            at += n
+        shape = (buffer.shape[0], x.shape[0] // parts, *x.shape[1:])
+        out.append(_from_bytes(piece, shape, x.dtype))
     return out
 
 
@@ -184,7 +231,7 @@ def exchange(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array
     parts = axis_size(axis_name)
     if not arrays:
         return []
-    buffer = jnp.concatenate([_to_bytes(x, parts) for x in arrays], axis=1)
+    buffer = _join(arrays, parts)
     buffer = lax.all_to_all(vary(buffer, axis_name), axis_name, 0, 0, tiled=True)
     return _split(buffer, arrays, parts)
 
@@ -203,7 +250,7 @@ def broadcast(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Arra
     """
     if not arrays:
         return []
-    buffer = jnp.concatenate([_to_bytes(x, 1) for x in arrays], axis=1)
+    buffer = _join(arrays, 1)
     for name in reversed((axis_name,) if isinstance(axis_name, str) else axis_name):
         buffer = all_gather(buffer, name)
     pieces = _split(buffer, arrays, 1)

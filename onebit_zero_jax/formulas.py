@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from onebit_zero_jax import codec
+from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.adam import onebit_adamw
 from onebit_zero_jax.clip import SKETCH_SIZE
 from onebit_zero_jax.config import ZeroConfig
@@ -121,7 +122,8 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
     """What a device sends in a step of the given phase."""
     s, f = mesh.slow, mesh.fast
     over_fast = mesh.sharded and not mesh.flat
-    reduce_fast = reduce_slow = gathered = weights = 0.0
+    reduce_fast = reduce_slow = weights = 0.0
+    codes = gathered = 0
     layers = {"slow": 0.0, "fast": 0.0}
     for leaf in layout.leaves:
         if not leaf.compressed:
@@ -130,7 +132,7 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
         reduce_fast += 4 * (f - 1) * (leaf.size if over_fast else values * s)
         reduce_slow += (s - 1) * 4 * values if dense else 0
         if not dense or zero.gather_mode == "params":  # With local momentum refreshes code too.
-            reduce_slow += (s - 1) * _code(leaf, 1)
+            codes += _code(leaf, 1)
         if mesh.flat:
             chunk = 0
         elif zero.bits == "dense":
@@ -153,6 +155,8 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
             shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
             means = jax.eval_shape(codec.mean_factors, shape)
             weights += 4 * sum(math.prod(m.shape) for m in means)
+    reduce_slow += (s - 1) * coll.buffer_bytes(codes)
+    gathered = coll.buffer_bytes(gathered)
     small = sum(leaf.size for leaf in layout.leaves if not leaf.compressed)
     out = {"layer_gather": layers} if mesh.sharded else {}
     out |= {"fast": {"slow": 0.0, "fast": reduce_fast}} if f > 1 else {}

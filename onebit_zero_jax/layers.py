@@ -35,8 +35,8 @@ _COPIES = frozenset(
     {
         *("all_gather", "all_gather_invariant", "bitcast_convert_type", "broadcast_in_dim"),
         *("concatenate", "convert_element_type", "copy", "copy_p", "custom_vmap_call"),
-        *("dynamic_slice", "expand_dims", "pad", "reshape", "rev", "slice", "split"),
-        *("squeeze", "transpose"),
+        *("dynamic_slice", "expand_dims", "or", "pad", "reshape", "rev", "shift_left"),
+        *("shift_right_logical", "slice", "split", "squeeze", "transpose"),
     }
 )
 _marked: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("marked", default=None)

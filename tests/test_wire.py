@@ -104,14 +104,19 @@ def expected(zero, phase, itemsize=4):
     if dense:
         reduced["weights"] = sum(sum(SHAPES[name]) for name in COMPRESSED)  # row and column means
     out = {
-        ("all-gather", "u8"): {"gather": PARTS * gather},
+        ("all-gather", "u8"): {"gather": PARTS * padded(gather)},
         ("all-reduce", "f32"): reduced,
     }
     if dense:
         out["reduce-scatter", "f32"] = {"reduce": values()}
     if not dense or zero.gather_mode == "params":  # With local momentum refreshes code too.
-        out["all-to-all", "u8"] = {"reduce": PARTS * code_bytes(1)}
+        out["all-to-all", "u8"] = {"reduce": PARTS * padded(code_bytes(1))}
     return out
+
+
+def padded(size):
+    """Rows of 128 bytes from 4096 on."""
+    return size if size < 4096 else -(-size // 128) * 128
 
 
 def by_kind(report):
