@@ -185,11 +185,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 times[name].append(time.perf_counter() - start)
     found = {row["run"]: row for row in rows}
     for row in rows:
-        base = found[row["base"]]
-        row["time_over_dense"] = statistics.median(times[row["run"]]) / statistics.median(
-            times[row["base"]]
-        )
-        peaks = [r["extra_peak_bytes_per_param"] for r in (row, base)]
+        both = row["run"], row["base"]
+        medians = [statistics.median(times[name]) for name in both]
+        row["time_over_dense"] = medians[0] / medians[1]
+        peaks = [found[name]["extra_peak_bytes_per_param"] for name in both]
         row["peak_over_dense"] = peaks[0] / peaks[1]
     return rows
 

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax import codec
 from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layers import over_model_axes
+from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.resize import follows_shards
 from onebit_zero_jax.resize_side import Parts, Side
 from onebit_zero_jax.state import ChunkState, DenseState, Log8, Phases, Run, ZeroState, zero_states
@@ -45,7 +47,8 @@ class Metadata:
       axes: of the mesh, by name.
       zero: stage, gather leg, codec.
       phases: schedule of each ``zero_shard``; None where it was traced.
-      parameters: by path: shape, dtype, compressed, blocks of a chunk, lanes of a block.
+      parameters: by path: shape, dtype, compressed, blocks of a chunk, lanes of a block, how
+        it is sharded over model axes.
       arrays: by path in the TrainState.
       data_position: the user's.
     """
@@ -113,7 +116,8 @@ def _crc(body: Any) -> int:
 
 
 def parameters(params: Tree, zero: ZeroConfig, parts: Parts) -> dict[str, list[Any]]:
-    """How each parameter is cut: the user's shape, dtype, compressed, blocks, lanes."""
+    """How each parameter is cut: the user's shape, dtype, compressed, blocks, lanes, model axes."""
+    leaves = jax.tree.leaves(params, is_leaf=is_shard)
     return {
         path: [
             list(side.whole),
@@ -121,8 +125,9 @@ def parameters(params: Tree, zero: ZeroConfig, parts: Parts) -> dict[str, list[A
             side.leaf.compressed,
             side.leaf.blocks,
             side.leaf.lanes,
+            over_model_axes(x, zero),
         ]
-        for path, side in Side.of(params, zero, parts).items()
+        for (path, side), x in zip(Side.of(params, zero, parts).items(), leaves, strict=True)
     }
 
 
@@ -253,6 +258,13 @@ def check_parameters(metadata: Metadata, params: Tree, parts: Parts, path: Any) 
             raise ValueError(
                 f"parameter {name} was saved as {b} of shape {tuple(a)}, params has {d} of shape "
                 f"{tuple(c)}."
+            )
+        if saved[name][5] != ours[name][5]:
+            cuts = [x[5] or "not at all" for x in (saved[name], ours[name])]
+            raise ValueError(
+                f"parameter {name} was sharded over model axes as {cuts[0]}, params is as "
+                f"{cuts[1]}. Pass parameters (or ShapeDtypeStructs) with the shardings of the "
+                "saved run."
             )
         if saved[name] != ours[name]:
             raise ValueError(

@@ -1,5 +1,6 @@
 """A run of ``optax.adamw`` goes on compressed: :func:`from_adam_state`."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import Layout
-from onebit_zero_jax.resize import decays
-from onebit_zero_jax.resize_leaf import Known, Parts, Side, convert_leaf
+from onebit_zero_jax.resize import decays, refuse_model_axes
+from onebit_zero_jax.resize_leaf import Known, convert_leaf
+from onebit_zero_jax.resize_side import Parts, Side
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
 from onebit_zero_jax.train_state import TrainState, check_mesh, init
 
@@ -46,7 +48,7 @@ def from_adam_state(
       A TrainState as :func:`init` makes it.
 
     Raises:
-      NotImplementedError: stage 3.
+      NotImplementedError: a parameter is sharded over a model axis.
       ValueError: no ``ScaleByAdamState`` or several, one that has made no step, is not
         finite or is not of these parameters; another number of ``zero_shard`` in ``tx``
         than one; what :func:`init` raises.
@@ -60,15 +62,11 @@ def from_adam_state(
       >>> int(state.step), round(state.opt_state.leaves["w"].momentum.max().item(), 4)
       (1, 0.1)
     """
-    if isinstance(zero, ZeroConfig) and zero.stage == 3:
-        raise NotImplementedError(
-            "from_adam_state makes states of stages 0, 1 and 2: stage 3 cannot be converted to in "
-            "this version. Start with init and a warm-up."
-        )
     adam = _find(adam_state)
     check_mesh(mesh, zero)
+    refuse_model_axes(params, zero)
     params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), params)
-    layout = Layout.of(params, zero, mesh.shape)
+    layout = Layout.of(params, dataclasses.replace(zero, stage=2, **_NOT_SHARDED), mesh.shape)
     whole = NamedSharding(mesh, jax.P())
     mus, nus = (_moments(name, getattr(adam, name), layout, whole) for name in ("mu", "nu"))
     count = int(np.asarray(adam.count))
@@ -82,21 +80,23 @@ def from_adam_state(
             f"tx holds {len(states)} zero_shard, and not one over all parameters: its groups and "
             "masks do not tell which of them Adam's moments belong to. Start with init."
         )
-    b1, b2 = decays(tx, state.params, zero)[0]
+    b1, b2 = decays(tx, params, zero)[0]
     known = Known(*(jnp.float32(x) for x in (b1, b2, 1 - b2**count, 1 - b2**count)))
-    parts = Parts.of(mesh.shape, zero)
+    # Before, one worker holds each leaf: all workers start from the same momentum.
+    before, after = (
+        Side.of(params, zero, parts).values() for parts in (Parts(1, 1), Parts.of(mesh.shape, zero))
+    )
     leaves = []
-    current = layout.flatten(state.params, "params")
+    current = jax.device_put(layout.flatten(params, "params"), whole)
     targets = layout.flatten(states[0].leaves, "the optimizer state")
-    for leaf, y, target, mu, nu in zip(layout.leaves, current, targets, mus, nus, strict=True):
-        feedback = isinstance(target, ChunkState) and target.worker_error is not None
-        new = Side(leaf, zero, parts, feedback)
-        # To convert it, one worker holds the leaf: all workers start from the same momentum.
+    for old, new, *moments, target in zip(before, after, mus, nus, current, targets, strict=True):
+        if isinstance(target, ChunkState):
+            new = dataclasses.replace(new, feedback=target.worker_error is not None)
         program = jax.jit(
-            functools.partial(_convert, Side(leaf, zero, Parts(1, 1)), new),
+            functools.partial(_convert, old, new),
             out_shardings=jax.tree.map(lambda x: x.sharding, target),
         )
-        leaves.append(program(mu, nu, y, known))
+        leaves.append(program(*moments, known))
 
     def put(x: Any, old: jax.Array) -> jax.Array:
         return jax.device_put(np.asarray(x, old.dtype), old.sharding)
@@ -122,6 +122,7 @@ def from_adam_state(
     return TrainState(put(count, state.step), state.params, opt_state, state.model_state)
 
 
+_NOT_SHARDED: dict[str, Any] = {"shard_params_over": None, "layer_bits": None}
 _COUNTERS = ("step", "applied", "variance_updates")
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 

@@ -338,7 +338,7 @@ def _at(spec: P, axis: int, ndim: int) -> Any:
     return (tuple(spec) + (None,) * ndim)[axis + ndim]
 
 
-def model_spec(x: Any, mesh: Mesh, zero: ZeroConfig) -> P:
+def model_spec(x: Any, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> P:
     """How a parameter is sharded over mesh axes other than the data-parallel ones.
 
     Raises:
@@ -353,6 +353,17 @@ def model_spec(x: Any, mesh: Mesh, zero: ZeroConfig) -> P:
             f"mesh {mesh.axis_names} lacks; put it on this mesh, or pass a NumPy array."
         )
     return without(spec, {*zero.axes, *(a for a, n in mesh.shape.items() if n == 1)})
+
+
+def over_model_axes(x: Any, zero: ZeroConfig) -> str:
+    """In words, how a parameter of a TrainState is sharded over model axes; empty if it is not."""
+    value = x.value if is_shard(x) else x
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return ""
+    spec = model_spec(value, sharding.mesh, zero)
+    sizes = {a: n for a, n in sharding.mesh.shape.items() if a in _names(spec)}
+    return f"{spec} of {sizes}" if sizes else ""
 
 
 def without(spec: P, names: Collection[str]) -> P:

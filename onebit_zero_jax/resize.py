@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import whole_shapes
+from onebit_zero_jax.layers import over_model_axes, whole_shapes
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.resize_leaf import Known, convert_leaf, recut, rework
 from onebit_zero_jax.resize_side import Parts, Side
@@ -297,6 +297,18 @@ def follows_shards(name: str) -> str:
     )
 
 
+def refuse_model_axes(params: Tree, zero: ZeroConfig) -> None:
+    """Raises where a parameter is sharded over a model axis."""
+    for path, x in jax.tree.leaves_with_path(params, is_leaf=is_shard):
+        cut = over_model_axes(x, zero)
+        if cut:
+            raise NotImplementedError(
+                f"parameter {_name(path, 'params')} is sharded over model axes ({cut}): its state "
+                "is that of pieces and cannot be converted in this version. Keep the mesh and "
+                "zero, or start with init from the parameters."
+            )
+
+
 def convert(
     state: TrainState,
     zero_before: ZeroConfig,
@@ -306,6 +318,7 @@ def convert(
     zero: ZeroConfig,
 ) -> TrainState:
     """:func:`resize` of a state whose arrays may lie anywhere on the devices of ``mesh``."""
+    refuse_model_axes(state.params, zero_before)
     new = abstract_state(whole_shapes(state.params), tx, mesh, zero, state.model_state)
     parts = Parts.of(mesh.shape, zero)
     return _Resizing(state, new, (zero_before, zero), (parts_before, parts), tx, mesh).run()

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PROGRAM = """
@@ -21,26 +23,36 @@ import jax.numpy as jnp
 import numpy as np
 import onebit_zero_jax as ob
 
-mesh = jax.make_mesh((4,), ("data",))
-zero = ob.ZeroConfig(stage=2)
+
 # Rises once, at step 26: the program finds it at step 15, hosts read it at 24.
 rate = lambda t: 1e-2 * (1 - (t % 26) / 52)
-tx = ob.onebit_adamw(rate, zero=zero, warmup_steps=3)
 # Small integers: sums of gradients over devices are exact in any order.
 loss_fn = lambda p, x: jnp.sum(p["w"] * x[0]) + jnp.sum(p["b"] * x[0, 0, :3])
-rng = np.random.default_rng(0)
-params = {"w": rng.normal(size=(32, 32)).astype(np.float32), "b": np.zeros(3, np.float32)}
-state = ob.init(params, tx, mesh, zero)
-step = ob.train_step(loss_fn, tx, mesh, zero)
-phases = []
-for t in range(30):
-    if t == 6:
-        w = np.asarray(ob.full_params(state)["w"]).tolist()
-    batch = rng.integers(-8, 8, (4, 32, 32)).astype(np.float32)
-    mine = 4 // processes
-    state, metrics = step(state, batch[rank * mine : (rank + 1) * mine])
-    phases.append(metrics["phase"])
-print(json.dumps({"phases": phases, "w": w}))
+
+
+def run(shape, axis, stage, steps):
+    names = axis if isinstance(axis, tuple) else (axis,)
+    mesh, zero = jax.make_mesh(shape, names), ob.ZeroConfig(axis_name=axis, stage=stage)
+    tx = ob.onebit_adamw(rate, zero=zero, warmup_steps=3)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(32, 32)).astype(np.float32), "b": np.zeros(3, np.float32)}
+    state = ob.init(params, tx, mesh, zero)
+    step = ob.train_step(loss_fn, tx, mesh, zero)
+    dense, weights = [], []
+    for t in range(steps):
+        batch = rng.integers(-8, 8, (4, 32, 32)).astype(np.float32)
+        mine = 4 // processes
+        state, metrics = step(state, batch[rank * mine : (rank + 1) * mine])
+        dense += [t] if metrics["phase"] == "dense" else []
+        if t in (5, steps - 1):
+            weights.append(np.asarray(ob.full_params(state)["w"]).tolist())
+    ob.assert_in_sync(state)
+    return {"dense": dense, "early": weights[0], "end": weights[-1]}
+
+
+two_speed = ("slow", "fast")
+runs = [((4,), "data", 2, 30), ((2, 2), two_speed, 2, 6), ((2, 2), two_speed, 3, 6)]
+print(json.dumps([run(*r) for r in runs]))
 """
 
 
@@ -69,8 +81,13 @@ def launch(processes: int) -> list[dict]:
 
 
 def test_two_processes_equal_one():
+    """Of one axis, of a two-speed mesh, and at stage 3 over its fast axis."""
     (alone,) = launch(1)
     first, second = launch(2)
-    dense = [t for t, phase in enumerate(alone["phases"]) if phase == "dense"]
-    assert dense == [0, 1, 2, 26]
-    assert first == second == alone
+    assert first == second
+    assert [run["dense"] for run in first] == [[0, 1, 2, 26], [0, 1, 2], [0, 1, 2]]
+    for one, two in zip(alone, first, strict=True):
+        assert one["dense"] == two["dense"]
+        assert one["early"] == two["early"]
+        # The refresh sums real numbers (factors of the weight), in another order.
+        np.testing.assert_allclose(one["end"], two["end"], atol=1e-6)

@@ -14,6 +14,7 @@ import pytest
 import reference as ref
 
 from onebit_zero_jax import ZeroConfig, onebit_adamw
+from onebit_zero_jax.layout import Shard
 from onebit_zero_jax.state import Phases
 
 STEPS, WARMUP, REFRESH = 200, 20, 3
@@ -174,9 +175,31 @@ def states_close(t, got, want, sizes):
         (2, "momentum", 1, 4, 0.875),
         (2, "params", 3, 7, 0.875),
         (2, "params", 4, 4, 0.875),
+        (3, "params", "dense", 4, 0.875),
     ],
 )
-def test_every_step(stage, gather, bits, parts, b1):
+def test_every_step(stage, gather, bits, parts, b1, monkeypatch):
+    """At stage 3 leaves are cut along axis 0 over all devices: shards are the owners' chunks."""
+    if stage == 3:
+        monkeypatch.setitem(SHAPES, "dead", (132, 64))  # the reference pads elsewhere
+        monkeypatch.setitem(SHAPES, "stack", (4, 16, 40))
+    big = [k for k in NAMES if stage == 3 and ref.Leaf(SHAPES[k], parts).compressed]
+
+    def spread(k, x):
+        """What each device holds, stacked."""
+        return x.reshape(parts, -1, *x.shape[1:]) if k in big else np.stack([x] * parts)
+
+    def whole(k, x):
+        return x.reshape(-1, *x.shape[2:]) if k in big else same(x)
+
+    def nodes(tree):
+        """As zero_shard takes parameters and gradients."""
+        shard = lambda k, x: Shard(x, -len(SHAPES[k]), SHAPES[k][0], ("data",))
+        return {k: shard(k, tree[k]) if k in big else tree[k] for k in NAMES}
+
+    def values(tree):
+        return {k: tree[k].value if k in big else tree[k] for k in NAMES}
+
     zero = ZeroConfig(stage=stage, gather=gather, gather_bits=bits)
     tx = onebit_adamw(
         learning_rate, b1, B2, EPS, DECAY, zero=zero, warmup_steps=WARMUP, refresh=REFRESH
@@ -194,17 +217,17 @@ def test_every_step(stage, gather, bits, parts, b1):
         for phase in ("dense", "compressed")
     }
     dense = ref.dense_steps(WARMUP, REFRESH, STEPS)
-    stacked = jax.tree.map(lambda x: np.stack([x] * parts), jax.device_get(params))
-    state = on_devices(tx.init, parts)(stacked)
+    stacked = {k: spread(k, x) for k, x in jax.device_get(params).items()}
+    state = on_devices(tx.init, parts)(nodes(stacked))
     got = read(zero, leaves, jax.device_get(state))
     ties = 0
     for t in range(STEPS):
-        before, params = got, {k: same(stacked[k]) for k in NAMES}
+        before, params = got, {k: whole(k, stacked[k]) for k in NAMES}
         grads = problem.grads(t, params)
         program = programs["dense" if t in dense else "compressed"]
-        updates, state = program(grads, state, stacked)
-        updates, now = jax.device_get((updates, state))
-        got, got_updates = read(zero, leaves, now), [same(updates[k]) for k in NAMES]
+        updates, state = program(nodes(grads), state, nodes(stacked))
+        updates, now = jax.device_get((values(updates), state))
+        got, got_updates = read(zero, leaves, now), [whole(k, updates[k]) for k in NAMES]
         want, sizes, changes, change_sizes, tied = ref.step(
             settings,
             leaves,

@@ -15,6 +15,9 @@ from onebit_zero_jax import (
     init,
     onebit_adamw,
     onebit_lamb,
+    resize,
+    restore,
+    save,
     state_shardings,
     train_step,
     wire_report,
@@ -270,6 +273,29 @@ def test_in_a_users_own_shard_map():
     assert float(jnp.abs(updates["rows"]).max()) > 0
     with pytest.raises(ValueError, match=r"\('model',\).*check_vma=True"):
         run(check_vma=False)
+
+
+def test_checkpoints_keep_pieces(tmp_path):
+    """On the same mesh the run goes on bit for bit; for another one there is no conversion."""
+    pytest.importorskip("orbax.checkpoint")
+    zero, mesh = ZeroConfig(stage=2), mesh_of(data=2, model=2)
+    tx = make_tx(zero)
+    step = train_step(loss_fn, tx, mesh, zero)
+    state = init(place(make_params(), mesh), tx, mesh, zero)
+    *before, last = make_batches(WARMUP + 2)
+    for batch in before:
+        state, _ = step(state, batch)
+    save(tmp_path / "state", state)
+    again, _ = restore(tmp_path / "state", place(make_params(), mesh), tx, mesh, zero)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+    wanted, _ = step(state, last)
+    got, _ = step(again, last)
+    jax.tree.map(np.testing.assert_array_equal, got.params, wanted.params)
+    with pytest.raises(ValueError, match=r"sharded over model axes as .*'model'.*not at all"):
+        restore(tmp_path / "state", make_params(), tx, mesh, zero)
+    for resized in (mesh_of(data=4), mesh_of(data=4, model=2)):
+        with pytest.raises(NotImplementedError, match=r"\['bias'\] is sharded over model axes"):
+            resize(got, tx, resized, zero)
 
 
 def test_bad_shardings():
