@@ -34,11 +34,12 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, calls of the train step so far (skipped updates included).
-      params: the user's tree, replicated; at stage 3 with a :class:`Shard` in place of
-        each matrix (:func:`full_params` puts it together).
+      params: the user's tree, replicated over the data-parallel axes; at stage 3 with a
+        :class:`Shard` in place of each matrix (:func:`full_params` puts it together).
       opt_state: the optimizer's state; leaves that differ between devices are stacked
         along axis 0, which is sharded over the data-parallel axes: worker state in the
-        order of the mesh, the chunks of owners in the order of ``zero.owner_axes``.
+        order of the mesh, the chunks of owners in the order of ``zero.owner_axes``; before
+        them over the model axes that cut the parameter.
       model_state: mutable model state such as batch statistics, replicated; or None.
         Leaves that are not floating-point must be updated equally on all devices.
     """
@@ -327,7 +328,8 @@ def init(
     multi-process run every process passes the same ``params``.
 
     Args:
-      params: tree of floating-point arrays.
+      params: tree of floating-point arrays. How a ``NamedSharding`` cuts one over other
+        axes of the mesh than the data-parallel ones (tensor parallelism) stays as it is.
       tx: optimizer holding a ``zero_shard``.
       mesh: mesh with the data-parallel axis; Auto or Explicit.
       zero: the configuration ``tx`` was built with.
@@ -368,7 +370,7 @@ def full_params(state: TrainState) -> Tree:
       state: from :func:`init` or a train step.
 
     Returns:
-      The tree given to :func:`init`, of replicated arrays. Below stage 3 they are the next
+      The tree given to :func:`init`, of arrays replicated over the data-parallel axes. Below stage 3 they are the next
       step's input: a step that donates ``state`` consumes them; copy what must survive.
 
     Example:
