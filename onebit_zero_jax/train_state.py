@@ -370,8 +370,9 @@ def full_params(state: TrainState) -> Tree:
       state: from :func:`init` or a train step.
 
     Returns:
-      The tree given to :func:`init`, of arrays replicated over the data-parallel axes. Below stage 3 they are the next
-      step's input: a step that donates ``state`` consumes them; copy what must survive.
+      The tree given to :func:`init`, of arrays replicated over the data-parallel axes. Below
+      stage 3 they are the next step's input: a step that donates ``state`` consumes them; copy
+      what must survive.
 
     Example:
       >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
