@@ -1,0 +1,302 @@
+"""One process of benchmarks/cluster.py: trains the demo model on its host, and measures.
+
+``time``: every phase over every link: seconds a step, share of them in collectives (from
+the profiler, by the names of the compiled program), what the interface sent, what
+``wire_report`` predicted. ``loss``: the curve of the held-out loss by step, links unlimited.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hosts
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cluster_cases import CASES, Case
+from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import Mesh, NamedSharding
+
+import onebit_zero_jax as ob
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+
+REFRESH, WARM = 32, 2
+P = jax.P
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("measure", choices=("time", "loss"))
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--links", type=lambda s: s.split(","), default=["unlimited"])
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--process-id", type=int, required=True)
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------- methods
+
+
+class Method:
+    """``state, loss, phase = step(state, batch)``, and the program of a phase."""
+
+    def __init__(
+        self, case: Case, mesh: Mesh, params: Any, loss_fn: Any, warmup: int, rate: Any, demo: Any
+    ) -> None:
+        decay = demo.DECAY
+        inner = optax.adamw(rate, b2=demo.B2, weight_decay=decay)
+        self.case, self.mesh = case, mesh
+        self.zero = ob.ZeroConfig(**{"axis_name": case.axes, **dict(case.zero)})
+        self.params_of: Callable[[Any], Any]
+        self.lower: Callable[..., Any]
+        if case.method == "onebit":
+            tx = ob.onebit_adamw(
+                rate,
+                b2=demo.B2,
+                weight_decay=decay,
+                zero=self.zero,
+                warmup_steps=warmup,
+                refresh=REFRESH,
+            )
+            onebit = ob.train_step(loss_fn, tx, mesh, self.zero)
+            self.state = ob.init(params, tx, mesh, self.zero)
+            self.params_of, self.lower = ob.full_params, onebit.lower
+
+            def step(state: Any, batch: Any) -> tuple[Any, Any, str]:
+                state, metrics = onebit(state, batch)
+                return state, metrics["loss"], metrics["phase"]
+
+            self.step = step
+            return
+        if case.method == "jit":
+            self.state, run = plain_jit(loss_fn, inner, mesh, params)
+            self.params_of = lambda state: state[0]
+        else:
+            from dense_zero import DenseZero
+
+            dense = DenseZero(loss_fn, inner, mesh, params, half=case.method == "half")
+            self.state, run = dense.init(params), dense.step
+            self.params_of = jax.jit(dense.params)
+        self.lower = lambda state, batch, phase: run.lower(state, batch)
+        self.step = lambda state, batch: (*run(state, batch), "dense")
+
+    def batch(self, tokens: np.ndarray) -> Any:
+        return ob.shard_batch(tokens, self.mesh, self.zero)
+
+
+def plain_jit(loss_fn: Any, tx: Any, mesh: Mesh, params: Any) -> tuple[Any, Any]:
+    """ZeRO-1 as XLA makes it of shardings alone: replicated parameters, sharded AdamW state."""
+
+    def spec(x: Any) -> P:
+        axes = [k for k, n in enumerate(x.shape) if n % mesh.size == 0]
+        largest = max(axes, key=lambda k: x.shape[k], default=None)
+        names = [mesh.axis_names if k == largest else None for k in range(x.ndim)]
+        return P(*names)
+
+    params = jax.tree.map(np.asarray, params)
+    shapes = jax.eval_shape(tx.init, params)
+    of = functools.partial(NamedSharding, mesh)
+    opt = jax.tree.map(lambda x: of(spec(x)), shapes)
+    replicated = jax.tree.map(lambda _: of(P()), params)
+    state = jax.jit(lambda p: (p, tx.init(p)), out_shardings=(replicated, opt))(params)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=((replicated, opt), of(P())))
+    def run(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return state, run
+
+
+# ---------------------------------------------------------------- measurements
+
+
+def seconds_in(names: set[str], directory: str) -> float:
+    """Seconds covered by events of these names in a profile, overlaps once."""
+    (path,) = pathlib.Path(directory).rglob("*.xplane.pb")
+    found = []
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name in names:
+                    found.append((event.start_ns, event.start_ns + event.duration_ns))
+    total, end = 0.0, 0.0
+    for start, stop in sorted(found):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e9
+
+
+def steps_for(link: str, phase: str, parameters: int, seconds: float) -> int:
+    """Steps to time: about ``seconds`` of them, 3 to 20; the same on every process."""
+    bits = hosts.bits_per_second(link)
+    roughly = {"dense": 50, "compressed": 5}[phase] * parameters
+    return min(20, max(3, round(seconds / (0.2 + (roughly / bits if bits else 0.0)))))
+
+
+def measure_time(args: argparse.Namespace, case: Case, build: "Build") -> dict[str, Any]:
+    plan = {
+        phase: [(link, steps_for(link, phase, build.count, args.seconds)) for link in args.links]
+        for phase in case.phases
+    }
+    # Warm-up is as long as the dense steps that are timed.
+    method, data = build(WARM + sum(WARM + n for _, n in plan["dense"]))
+    batch = method.batch(next(data))
+    reports, per_host = {}, {}
+    for phase in case.phases:
+        compiled = method.lower(method.state, batch, phase=phase).compile()
+        reports[phase] = ob.wire_report(compiled, method.mesh)
+        per_host[phase] = reports[phase].sent("hosts") * case.per_host
+    state, rows = method.state, []
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+
+    def run(count: int, wanted: str) -> None:
+        nonlocal state
+        for _ in range(count):
+            state, loss, phase = method.step(state, method.batch(next(data)))
+            jax.block_until_ready((state, loss))
+            assert phase == wanted, f"{phase} step where a {wanted} one was due"
+
+    def link_to(link: str) -> None:
+        sync_global_devices("before")
+        if jax.process_index() == 0:
+            hosts.set_links(case.hosts, link)
+        sync_global_devices("after")
+
+    for phase in case.phases:
+        names = {c.instruction for c in reports[phase].collectives}
+        link_to("unlimited")
+        run(WARM, phase)
+        for link, count in plan[phase]:
+            link_to(link)
+            run(WARM, phase)
+            with tempfile.TemporaryDirectory() as directory:
+                sync_global_devices("start")
+                before = hosts.counters()
+                jax.profiler.start_trace(directory, profiler_options=options)
+                began = time.perf_counter()
+                run(count, phase)
+                elapsed = time.perf_counter() - began
+                jax.profiler.stop_trace()
+                sync_global_devices("end")
+                sent = hosts.difference(hosts.counters(), before)
+                inside = seconds_in(names, directory)
+            rows.append(
+                {
+                    "link": link,
+                    "phase": phase,
+                    "steps": count,
+                    "seconds": elapsed / count,
+                    "communicating": inside / elapsed,
+                    "interface": {k: v / count for k, v in sent.items()},
+                    "payload": hosts.payload(sent) / count,
+                    "predicted": per_host[phase],
+                }
+            )
+    return {"rows": rows}
+
+
+def measure_loss(args: argparse.Namespace, case: Case, build: "Build") -> dict[str, Any]:
+    warmup = max(1, args.steps // 4)
+    method, data = build(warmup)
+    state, phases, curve = method.state, [], []
+    for i in range(args.steps):
+        state, _, phase = method.step(state, method.batch(next(data)))
+        phases.append(phase)
+        if (i + 1) % 20 == 0 or i + 1 == args.steps:
+            params = method.params_of(state)
+            local = jax.tree.map(lambda x: x.addressable_data(0), params)
+            if jax.process_index() == 0:
+                curve.append((i + 1, build.evaluate(local)))
+                print(f"step {i + 1}: held-out loss {curve[-1][1]:.4f}", flush=True)
+    ends = [s for s, _ in curve]
+    return {
+        "curve": [
+            {"step": s, "loss": loss, "dense_steps": phases[:s].count("dense")}
+            for s, loss in curve
+        ],
+        "steps": ends[-1] if ends else args.steps,
+    }
+
+
+# ---------------------------------------------------------------- one process
+
+
+class Build:
+    """The demo model and data, and a method to train it with a given warm-up."""
+
+    def __init__(self, args: argparse.Namespace, case: Case) -> None:
+        import train_gpt as demo
+        from flax import nnx
+
+        demo.WIDTH = args.width
+        self.args, self.case, self.demo = args, case, demo
+        devices = np.asarray(jax.devices()).reshape(case.hosts, case.per_host)
+        self.mesh = Mesh(devices if case.per_host > 1 else devices[:, 0], case.axes)
+        model = demo.GPT(nnx.Rngs(args.seed))
+        _, self.params = nnx.split(model, nnx.Param)
+        self.loss_fn = demo.make_loss(model)
+        self.count = sum(x.size for x in jax.tree.leaves(self.params))
+        text = demo.read_text()
+        self.cut = len(text) * 9 // 10
+        self.text = text
+        held_out = demo.batches(text[self.cut :], 128, 1)
+        self.held_out = [next(held_out) for _ in range(4)]
+        self.loss_of = jax.jit(self.loss_fn)
+
+    def evaluate(self, params: Any) -> float:
+        return float(np.mean([self.loss_of(params, b) for b in self.held_out]))
+
+    def data(self) -> Iterator[np.ndarray]:
+        """This process's rows of the batches that all processes draw alike."""
+        args = self.args
+        n = args.sequences
+        batches = self.demo.batches(self.text[: self.cut], n * args.processes, args.seed + 2)
+        for batch in batches:
+            yield batch[args.process_id * n : (args.process_id + 1) * n]
+
+    def __call__(self, warmup: int) -> tuple[Method, Iterator[np.ndarray]]:
+        args, demo = self.args, self.demo
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, demo.PEAK_RATE, max(1, args.steps // 8), args.steps, demo.PEAK_RATE / 20
+        )
+        method = Method(self.case, self.mesh, self.params, self.loss_fn, warmup, rate, demo)
+        return method, self.data()
+
+
+def main() -> None:
+    args = parse()
+    case = CASES[args.case]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    build = Build(args, case)
+    measure = {"time": measure_time, "loss": measure_loss}[args.measure]
+    result = measure(args, case, build)
+    result.update(parameters=build.count, host=args.process_id // case.per_host)
+    args.out.joinpath(f"{args.process_id}.json").write_text(json.dumps(result))
+    # All write before any leaves: a lost peer would end the others.
+    sync_global_devices("done")
+
+
+if __name__ == "__main__":
+    main()
