@@ -23,18 +23,19 @@ import datetime
 import importlib.metadata
 import json
 import os
-import pathlib
 import platform
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import hosts
-from cluster_cases import CASES
+from cluster_cases import CASES, SAME_LOSS
 
-HERE = pathlib.Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples" / "multihost"))
 
 RESULTS = HERE / "results" / "cluster.jsonl"
@@ -44,90 +45,99 @@ LINKS = "10mbit,100mbit,1gbit,unlimited"
 # ---------------------------------------------------------------- runs
 
 
-def provenance() -> dict[str, Any]:
+def provenance(packages: Iterable[str]) -> dict[str, Any]:
     """Where a row comes from: date, versions, machine, command."""
-    names = ("jax", "jaxlib", "optax", "numpy", "flax")
-    versions = {n: importlib.metadata.version(n) for n in names}
+    versions = {n: importlib.metadata.version(n) for n in packages}
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
     )
+    script = Path(sys.argv[0]).resolve().relative_to(HERE.parent)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
         "commit": git.stdout.strip(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "command": shlex.join(["python", "benchmarks/cluster.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", str(script), *sys.argv[1:]]),
     }
 
 
-def run_case(args: argparse.Namespace, name: str, cache: str) -> list[dict[str, Any]]:
-    """One case on fresh hosts; what each process found."""
+def run_hosts(count: int, per_host: int, command: list[str]) -> list[dict[str, Any]]:
+    """Runs ``command`` on fresh hosts; what each process wrote to ``--out``.
+
+    Raises:
+      RuntimeError: a process failed.
+    """
     from launch import launch
 
-    case = CASES[name]
-    processes = case.hosts * case.per_host
-    settings = f"--case {shlex.quote(name)} --links {args.links} --seconds {args.seconds} "
-    settings += f"--steps {args.steps} --sequences {args.sequences} --width {args.width} "
-    settings += f"--seed {args.seed}"
-    with tempfile.TemporaryDirectory() as out, hosts.hosts(case.hosts):
-        environment = {
-            "PYTHONPATH": str(HERE.parent),
-            # The other processes and later links compile the same programs.
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
-        command = ["env", *(f"{k}={v}" for k, v in environment.items()), sys.executable]
-        command += [str(HERE / "cluster_worker.py"), args.command, *shlex.split(settings)]
+    with tempfile.TemporaryDirectory() as out, hosts.hosts(count):
         code = launch(
             [*command, "--out", out],
-            processes,
+            count * per_host,
             coordinator=hosts.address(0),
-            prefix=lambda rank: hosts.inside(rank // case.per_host),
+            prefix=lambda rank: hosts.inside(rank // per_host),
         )
         if code:
-            raise SystemExit(f"{name}: a process failed with code {code}")
-        found = [json.loads(pathlib.Path(out, f"{i}.json").read_text()) for i in range(processes)]
-    return found
+            raise RuntimeError(f"a process failed with code {code}: {shlex.join(command)}")
+        found = [Path(out, f"{i}.json") for i in range(count * per_host)]
+        return [json.loads(path.read_text()) for path in found]
 
 
-def timing_rows(found: list[dict[str, Any]], per_host: int) -> list[dict[str, Any]]:
+def timing_rows(
+    found: list[dict[str, Any]], per_host: int, tokens_per_step: int
+) -> list[dict[str, Any]]:
     """One row per phase and link: means over processes, sums over hosts."""
     rows = []
-    first = found[::per_host]  # A host's interface is read by one of its processes.
     for k, row in enumerate(found[0]["rows"]):
-        all_rows = [f["rows"][k] for f in found]
-        on_hosts = [f["rows"][k] for f in first]
-        seconds = max(r["seconds"] for r in all_rows)
-        payload = sum(r["payload"] for r in on_hosts)
-        predicted = sum(r["predicted"] for r in on_hosts)
-        rows.append(
-            {
-                "link": row["link"],
-                "phase": row["phase"],
-                "steps": row["steps"],
-                "seconds_per_step": round(seconds, 5),
-                "communicating": round(
-                    sum(r["communicating"] for r in all_rows) / len(all_rows), 4
-                ),
-                "interface_bytes": round(sum(r["interface"]["tx_bytes"] for r in on_hosts)),
-                "interface_packets": round(sum(r["interface"]["tx_packets"] for r in on_hosts)),
-                "payload_bytes": round(payload),
-                "predicted_bytes": round(predicted),
-                "payload_over_predicted": round(payload / predicted, 4),
+        every = [f["rows"][k] for f in found]
+        on_hosts = every[::per_host]  # Processes of a host share its interface.
+        total = lambda key, rs=on_hosts: sum(r[key] for r in rs)
+        seconds = max(r["seconds"] for r in every)
+        out = {
+            "link": row["link"],
+            "phase": row["phase"],
+            "steps": row["steps"],
+            "seconds_per_step": round(seconds, 5),
+            "tokens_per_second": round(tokens_per_step / seconds, 1),
+            "interface_bytes": round(sum(r["interface"]["tx_bytes"] for r in on_hosts)),
+            "interface_packets": round(sum(r["interface"]["tx_packets"] for r in on_hosts)),
+            "payload_bytes": round(total("payload")),
+        }
+        if "predicted" in row:
+            out |= {
+                "communicating": round(sum(r["communicating"] for r in every) / len(every), 4),
+                "predicted_bytes": round(total("predicted")),
+                "gloo_bytes": round(total("predicted_gloo")),
+                "payload_over_predicted": round(total("payload") / total("predicted"), 4),
+                "payload_over_gloo": round(total("payload") / total("predicted_gloo"), 4),
             }
-        )
+        rows.append(out)
     return rows
 
 
+def write(out: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    with out.open("a") as f:
+        for r in rows:
+            f.write(json.dumps({**head, **r}) + "\n")
+            print(head["case"], json.dumps(r), flush=True)
+
+
 def record(args: argparse.Namespace) -> None:
-    chosen = args.cases or list(CASES)
+    chosen = args.cases or [n for n in CASES if args.command == "time" or n not in SAME_LOSS]
+    settings = f"--links {args.links} --seconds {args.seconds} --steps {args.steps} "
+    settings += f"--sequences {args.sequences} --width {args.width} --seed {args.seed}"
     with tempfile.TemporaryDirectory() as own:
-        cache = args.cache or own
+        environment = {
+            "PYTHONPATH": str(HERE.parent),
+            # The other processes compile the same programs, later runs too.
+            "JAX_COMPILATION_CACHE_DIR": args.cache or own,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        command = ["env", *(f"{k}={v}" for k, v in environment.items()), sys.executable]
+        command += [str(HERE / "cluster_worker.py"), args.command, *shlex.split(settings)]
         for name in chosen:
             case = CASES[name]
-            found = run_case(args, name, cache)
+            found = run_hosts(case.hosts, case.per_host, [*command, "--case", name])
             tokens = args.sequences * 64 * case.hosts * case.per_host
             head = {
                 "kind": args.command,
@@ -137,18 +147,13 @@ def record(args: argparse.Namespace) -> None:
                 "parameters": found[0]["parameters"],
                 "tokens_per_step": tokens,
                 "seed": args.seed,
+                **provenance(("jax", "jaxlib", "optax", "numpy", "flax")),
             }
             if args.command == "time":
-                rows = timing_rows(found, case.per_host)
-                for r in rows:
-                    r["tokens_per_second"] = round(tokens / r["seconds_per_step"], 1)
+                rows = timing_rows(found, case.per_host, tokens)
             else:
                 rows = [{"steps": args.steps, "curve": found[0]["curve"]}]
-            with args.out.open("a") as f:
-                for r in rows:
-                    f.write(json.dumps({**head, **r, **provenance()}) + "\n")
-            for r in rows:
-                print(name, json.dumps(r), flush=True)
+            write(args.out, head, rows)
 
 
 # ---------------------------------------------------------------- tables
@@ -177,7 +182,7 @@ def table(rows: list[dict[str, Any]], target: float) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, link in dict.fromkeys((r["case"], r["link"]) for r in rows if r["kind"] == "time"):
         phases = [found.get(("time", name, link, p)) for p in ("dense", "compressed")]
-        curve = found.get(("loss", name, "None", "None"), {}).get("curve", [])
+        curve = found.get(("loss", SAME_LOSS.get(name, name), "None", "None"), {}).get("curve", [])
         reached = time_to(curve, target)
         seconds: Any = "-"
         if reached:
@@ -212,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=2.5, help="held-out loss of the table")
     parser.add_argument("--cache", help="directory of compiled programs, kept; default: none")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     if args.command == "table":
         print(table([json.loads(line) for line in args.out.open()], args.target))

@@ -17,7 +17,6 @@ from typing import Any
 
 import hosts
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from cluster_cases import CASES, Case
@@ -144,26 +143,40 @@ def seconds_in(names: set[str], directory: str) -> float:
     return total / 1e9
 
 
-def steps_for(link: str, phase: str, parameters: int, seconds: float) -> int:
-    """Steps to time: about ``seconds`` of them, 3 to 20; the same on every process."""
-    bits = hosts.bits_per_second(link)
-    roughly = {"dense": 50, "compressed": 5}[phase] * parameters
-    return min(20, max(3, round(seconds / (0.2 + (roughly / bits if bits else 0.0)))))
+def per_host(report: ob.WireReport, case: Case) -> tuple[float, float]:
+    """Bytes a host sends to others: as ``wire_report`` counts them, and as gloo sends them.
+
+    ``wire_report`` takes every collective as ring algorithms, axis by axis. gloo differs in two
+    places. Its reduce-scatter halves and doubles, which leaves chunks in bit-reversed order: ranks
+    that are not their own reversal (2 of 4) then swap their chunk. And a collective over both
+    axes is one ring through all processes: one link of it leaves each host.
+    """
+    counted = report.sent("hosts") * case.per_host
+    gloo = 0.0
+    for c in report.collectives:
+        if "hosts" not in c.across:
+            continue
+        gloo += c.total if len(c.across) > 1 else c.crossing("hosts") * case.per_host
+        if c.op == "reduce-scatter":
+            width = (c.group - 1).bit_length()
+            moved = [i for i in range(c.group) if int(f"{i:0{width}b}"[::-1], 2) != i]
+            gloo += len(moved) / c.group * c.total / (c.group - 1) * case.per_host
+    return counted, gloo
 
 
 def measure_time(args: argparse.Namespace, case: Case, build: "Build") -> dict[str, Any]:
+    roughly = {"dense": 64 * build.count, "compressed": 6 * build.count}
     plan = {
-        phase: [(link, steps_for(link, phase, build.count, args.seconds)) for link in args.links]
+        phase: [(link, hosts.steps_for(link, roughly[phase], args.seconds)) for link in args.links]
         for phase in case.phases
     }
     # Warm-up is as long as the dense steps that are timed.
     method, data = build(WARM + sum(WARM + n for _, n in plan["dense"]))
     batch = method.batch(next(data))
-    reports, per_host = {}, {}
+    reports = {}
     for phase in case.phases:
         compiled = method.lower(method.state, batch, phase=phase).compile()
         reports[phase] = ob.wire_report(compiled, method.mesh)
-        per_host[phase] = reports[phase].sent("hosts") * case.per_host
     state, rows = method.state, []
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -183,6 +196,7 @@ def measure_time(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
 
     for phase in case.phases:
         names = {c.instruction for c in reports[phase].collectives}
+        predicted = per_host(reports[phase], case)
         link_to("unlimited")
         run(WARM, phase)
         for link, count in plan[phase]:
@@ -208,7 +222,8 @@ def measure_time(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
                     "communicating": inside / elapsed,
                     "interface": {k: v / count for k, v in sent.items()},
                     "payload": hosts.payload(sent) / count,
-                    "predicted": per_host[phase],
+                    "predicted": predicted[0],
+                    "predicted_gloo": predicted[1],
                 }
             )
     return {"rows": rows}
@@ -227,14 +242,11 @@ def measure_loss(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
             if jax.process_index() == 0:
                 curve.append((i + 1, build.evaluate(local)))
                 print(f"step {i + 1}: held-out loss {curve[-1][1]:.4f}", flush=True)
-    ends = [s for s, _ in curve]
-    return {
-        "curve": [
-            {"step": s, "loss": loss, "dense_steps": phases[:s].count("dense")}
-            for s, loss in curve
-        ],
-        "steps": ends[-1] if ends else args.steps,
-    }
+    rows = [
+        {"step": s, "loss": round(loss, 5), "dense_steps": phases[:s].count("dense")}
+        for s, loss in curve
+    ]
+    return {"curve": rows}
 
 
 # ---------------------------------------------------------------- one process
@@ -259,7 +271,7 @@ class Build:
         self.cut = len(text) * 9 // 10
         self.text = text
         held_out = demo.batches(text[self.cut :], 128, 1)
-        self.held_out = [next(held_out) for _ in range(4)]
+        self.held_out = [next(held_out) for _ in range(2)]
         self.loss_of = jax.jit(self.loss_fn)
 
     def evaluate(self, params: Any) -> float:

@@ -95,6 +95,12 @@ def set_links(count: int, rate: str) -> None:
                 run("tc", "-n", space, "qdisc", "del", "dev", device, "root")
 
 
+def steps_for(rate: str, bits: float, seconds: float) -> int:
+    """How many steps that each send about ``bits`` to time: ``seconds`` of them, 3 to 20."""
+    speed = bits_per_second(rate)
+    return min(20, max(3, round(seconds / (0.2 + (bits / speed if speed else 0.0)))))
+
+
 def counters(device: str = "eth0") -> dict[str, int]:
     """Bytes and packets an interface of this host has sent and received so far."""
     path = pathlib.Path("/sys/class/net") / device / "statistics"
