@@ -1,7 +1,7 @@
 """A cluster with thin cables on one machine: speed, bytes and time to a loss, by link.
 
     sudo python benchmarks/cluster.py time --links 10mbit,100mbit,1gbit,unlimited
-    sudo python benchmarks/cluster.py loss --steps 400
+    sudo python benchmarks/cluster.py loss --steps 300
     python benchmarks/cluster.py table            # of benchmarks/results/cluster.jsonl
     sudo python benchmarks/cluster.py --clean     # what a killed run left
 
@@ -128,7 +128,6 @@ def record(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as own:
         environment = {
             "PYTHONPATH": str(HERE.parent),
-            # The other processes compile the same programs, later runs too.
             "JAX_COMPILATION_CACHE_DIR": args.cache or own,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -211,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, help="default: all")
     parser.add_argument("--links", default=LINKS)
     parser.add_argument("--seconds", type=float, default=3.0, help="timed per phase and link")
-    parser.add_argument("--steps", type=int, default=400, help="of a loss run")
+    parser.add_argument("--steps", type=int, default=300, help="of a loss run; a quarter dense")
     parser.add_argument("--sequences", type=int, default=4, help="of 64 bytes, per process")
     parser.add_argument("--width", type=int, default=96, help="of the model; the demo's is 96")
     parser.add_argument("--seed", type=int, default=0)

@@ -96,9 +96,9 @@ def set_links(count: int, rate: str) -> None:
 
 
 def steps_for(rate: str, bits: float, seconds: float) -> int:
-    """How many steps that each send about ``bits`` to time: ``seconds`` of them, 3 to 20."""
+    """How many steps that each send about ``bits`` to time: ``seconds`` of them, 3 to 15."""
     speed = bits_per_second(rate)
-    return min(20, max(3, round(seconds / (0.2 + (bits / speed if speed else 0.0)))))
+    return min(15, max(3, round(seconds / (0.2 + (bits / speed if speed else 0.0)))))
 
 
 def counters(device: str = "eth0") -> dict[str, int]:

@@ -40,7 +40,7 @@ def test_links():
             hosts.bits_per_second(bad)
     assert hosts.steps_for("10mbit", 20e6, 3.0) == 3
     assert hosts.steps_for("unlimited", 20e6, 3.0) == 15
-    assert hosts.steps_for("unlimited", 20e6, 60.0) == 20
+    assert hosts.steps_for("unlimited", 20e6, 60.0) == 15
 
 
 def test_headers_are_taken_off_as_counted():
@@ -184,9 +184,15 @@ def test_what_gloo_sends():
     # 3 KB each; two of four ranks swap 1 KB after halving and doubling.
     assert cluster_worker.per_host(wire_report(HLO, flat), case) == (6144, 6144 + 512)
     two = jax.sharding.AbstractMesh((2, 2), ("hosts", "local"))
-    counted, gloo = cluster_worker.per_host(wire_report(HLO, two), CASES["2 x 2, dense float32"])
-    assert counted == 2 * 2048  # each way, 1 KB of each process crosses
-    assert gloo == 6144 + 512  # one ring of four: 3 KB leave the host, each way
+    pairs = CASES["2 x 2, dense float32"]
+    gather = "\n".join(line for line in HLO.splitlines() if "reduce-scatter" not in line)
+    gather = gather.replace("all-gather(r)", "all-gather(x)").replace(
+        "x = f32[1024]", "x = f32[256]"
+    )
+    # Each way 1 KB of each process crosses; as one ring of four, 3 KB leave the host.
+    assert cluster_worker.per_host(wire_report(gather, two), pairs) == (2048, 3072)
+    with pytest.raises(NotImplementedError, match="both axes"):
+        cluster_worker.per_host(wire_report(HLO, two), pairs)
 
 
 def test_table_takes_the_newest_rows_and_adds_the_phases():

@@ -23,9 +23,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "examples"), str(HERE
 
 import cluster  # noqa: E402
 import hosts  # noqa: E402
+from methods import METHODS  # noqa: E402
 
 HOSTS = 4
-METHODS = ("DDP", "DDP, bf16 hook", "FSDP2", "PowerSGD rank 1", "PowerSGD rank 4", "OnebitAdam")
 RESULTS = cluster.HERE / "results" / "peers.jsonl"
 
 
