@@ -233,7 +233,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"benchmarks/cluster.py cannot run here: {reason}.")
         return 0
     if args.clean:
-        print(f"removed: {', '.join(hosts.clean()) or 'nothing, there was none'}")
+        left = hosts.existing()
+        hosts.clean(left)
+        print(f"removed: {', '.join(left) or 'nothing, there was none'}")
     if args.command:
         record(args)
     return 0

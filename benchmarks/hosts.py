@@ -2,9 +2,10 @@
 
     with hosts(4):
         set_links(4, "100mbit")
-        ...                    # ip netns exec obz-host0 COMMAND; addresses 10.77.0.1 to .4
+        ...                    # Popen([*inside(0), *COMMAND]); addresses 10.77.0.1 to .4
 
-The bridge has a namespace of its own, so nothing of the machine's own network is touched.
+The bridge has a namespace of its own, so nothing of the machine's own network is touched,
+and several programs can each have their hosts: names hold the id of the process.
 Links are shaped in both directions by ``tc tbf``; they have no delay but that of their
 queues. Needs root and iproute2.
 """
@@ -19,14 +20,17 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 
-PREFIX = "obz-"
-SWITCH = PREFIX + "switch"
+PREFIX, RUN = "obz-", "OBZ_RUN"  # RUN: environment variable, for the commands on the hosts
 NAMESPACES, CONFIGS = pathlib.Path("/run/netns"), pathlib.Path("/etc/netns")
 HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps
 
 
 def name(host: int) -> str:
-    return f"{PREFIX}host{host}"
+    return f"{PREFIX}{os.environ[RUN]}-host{host}"
+
+
+def switch() -> str:
+    return f"{PREFIX}{os.environ[RUN]}-switch"
 
 
 def address(host: int) -> str:
@@ -88,7 +92,7 @@ def shaping(rate: str) -> list[str]:
 def set_links(count: int, rate: str) -> None:
     """Shapes the links of all hosts, both ways; at any time, from anywhere."""
     for host in range(count):
-        for space, device in ((name(host), "eth0"), (SWITCH, f"port{host}")):
+        for space, device in ((name(host), "eth0"), (switch(), f"port{host}")):
             if shaping(rate):
                 run("tc", "-n", space, "qdisc", "replace", "dev", device, *shaping(rate))
             elif " tbf " in run("tc", "-n", space, "qdisc", "show", "dev", device):
@@ -123,22 +127,24 @@ def difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
 # ---------------------------------------------------------------- life
 
 
-def ours(names: Iterable[str]) -> list[str]:
-    """Of names of namespaces, those made here: ``obz-switch`` and ``obz-host0``, ..."""
-    return sorted(n for n in names if re.fullmatch(rf"{PREFIX}(switch|host\d+)", n))
+def ours(names: Iterable[str]) -> dict[str, int]:
+    """Of names of namespaces, those made here, with the ids of the processes that made them."""
+    found = {n: re.fullmatch(rf"{PREFIX}(\d+)-(switch|host\d+)", n) for n in names}
+    return {n: int(m[1]) for n, m in sorted(found.items()) if m}
 
 
-def existing() -> list[str]:
-    found: set[str] = set()
+def existing(run: int | None = None) -> list[str]:
+    """Namespaces of a process; None: of processes that are gone."""
+    names: set[str] = set()
     for root in (NAMESPACES, CONFIGS):
         if root.is_dir():
-            found.update(os.listdir(root))
-    return ours(found)
+            names.update(os.listdir(root))
+    gone = lambda pid: not pathlib.Path("/proc", str(pid)).exists()
+    return [n for n, pid in ours(names).items() if (gone(pid) if run is None else pid == run)]
 
 
-def clean() -> list[str]:
-    """Ends every process on a host, removes hosts, links and bridge; names of what there was."""
-    found = existing()
+def clean(found: list[str]) -> None:
+    """Ends every process in the namespaces, and removes these with their links."""
     for space in found:
         with contextlib.suppress(RuntimeError):  # A name whose namespace is gone.
             deadline = time.monotonic() + 10
@@ -153,22 +159,21 @@ def clean() -> list[str]:
         if (NAMESPACES / space).exists():
             run("ip", "netns", "del", space)  # Its interfaces go with it.
         shutil.rmtree(CONFIGS / space, ignore_errors=True)
-    return found
 
 
 def _make(count: int) -> None:
-    run("ip", "netns", "add", SWITCH)
-    run("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
-    run("ip", "-n", SWITCH, "link", "set", "bridge", "up")
+    run("ip", "netns", "add", switch())
+    run("ip", "-n", switch(), "link", "add", "bridge", "type", "bridge")
+    run("ip", "-n", switch(), "link", "set", "bridge", "up")
     for host in range(count):
         # gloo binds to what the host's name resolves to.
         (CONFIGS / name(host)).mkdir(parents=True, exist_ok=True)
         table = f"127.0.0.1 localhost\n{address(host)} {os.uname().nodename}\n"
         (CONFIGS / name(host) / "hosts").write_text(table)
         run("ip", "netns", "add", name(host))
-        peer = ["peer", "name", f"port{host}", "netns", SWITCH]
+        peer = ["peer", "name", f"port{host}", "netns", switch()]
         run("ip", "-n", name(host), "link", "add", "eth0", "type", "veth", *peer)
-        run("ip", "-n", SWITCH, "link", "set", f"port{host}", "master", "bridge", "up")
+        run("ip", "-n", switch(), "link", "set", f"port{host}", "master", "bridge", "up")
         run("ip", "-n", name(host), "addr", "add", f"{address(host)}/24", "dev", "eth0")
         run("ip", "-n", name(host), "link", "set", "lo", "up")
         run("ip", "-n", name(host), "link", "set", "eth0", "up")
@@ -179,19 +184,17 @@ def hosts(count: int) -> Iterator[None]:
     """``count`` hosts with unlimited links; removed at the end, whatever happens.
 
     SIGTERM and SIGHUP end the program through here, as Ctrl-C does. After SIGKILL of this
-    program its commands die with it (:func:`inside`) and :func:`clean` removes the rest.
+    program its commands die with it (:func:`inside`); ``clean(existing())`` removes the rest.
 
     Raises:
-      RuntimeError: not possible here, or hosts are there already.
+      RuntimeError: not possible here, or this process has hosts already.
     """
     reason = unable()
     if reason:
         raise RuntimeError(reason)
-    if existing():
-        raise RuntimeError(
-            f"{', '.join(existing())} exist: another run, or what is left of one; --clean removes "
-            "them."
-        )
+    os.environ[RUN] = str(os.getpid())
+    if existing(os.getpid()):
+        raise RuntimeError(f"{', '.join(existing(os.getpid()))} exist already")
 
     def stop(signum: int, frame: object) -> None:
         raise SystemExit(128 + signum)
@@ -206,6 +209,6 @@ def hosts(count: int) -> Iterator[None]:
         for s in (*signals, signal.SIGINT):
             before.setdefault(s, signal.getsignal(s))
             signal.signal(s, signal.SIG_IGN)
-        clean()
+        clean(existing(os.getpid()))
         for s, handler in before.items():
             signal.signal(s, handler)

@@ -50,8 +50,8 @@ def test_headers_are_taken_off_as_counted():
 
 
 def test_only_own_namespaces_are_touched():
-    names = ["obz-host0", "obz-host12", "obz-switch", "obz-hostile", "my-obz-host0", "blue"]
-    assert hosts.ours(names) == ["obz-host0", "obz-host12", "obz-switch"]
+    names = ["obz-7-host0", "obz-7-host12", "obz-81-switch", "obz-7-hostile", "x-obz-7-host0", "b"]
+    assert hosts.ours(names) == {"obz-7-host0": 7, "obz-7-host12": 7, "obz-81-switch": 81}
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(hosts, "NAMESPACES", tmp_path / "netns")
     monkeypatch.setattr(hosts, "CONFIGS", tmp_path / "etc")
     monkeypatch.setattr(hosts, "unable", lambda: None)
+    monkeypatch.setenv(hosts.RUN, "")
 
     def run(*command):
         commands.append(command)
@@ -86,7 +87,7 @@ def test_hosts_go_whatever_happens(fake, error):
 
     def interrupted():
         with hosts.hosts(2):
-            assert "obz-host1" in left(directory)
+            assert f"obz-{os.getpid()}-host1" in left(directory)
             raise error
 
     with pytest.raises(error):
@@ -125,19 +126,22 @@ def test_sigterm_goes_through_the_clean_up(fake):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_second_run_is_refused(fake):
+def test_hosts_do_not_nest(fake):
     with (
         hosts.hosts(1),
-        pytest.raises(RuntimeError, match=r"obz-host0, obz-switch exist.*--clean"),
+        pytest.raises(RuntimeError, match="-host0, .*-switch exist"),
         hosts.hosts(1),
     ):
         pass
 
 
-def test_clean_ends_processes(fake, monkeypatch):
+def test_clean_ends_processes_of_runs_that_are_gone(fake, monkeypatch, capsys):
     directory, _ = fake
-    (directory / "netns" / "obz-host0").touch()
-    (directory / "netns" / "blue").touch()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    alive = f"obz-{os.getpid()}-host0"
+    for name in (f"obz-{dead.pid}-host0", alive, "blue"):
+        (directory / "netns" / name).touch()
     process = subprocess.Popen(["sleep", "60"])
     run = hosts.run
 
@@ -147,9 +151,10 @@ def test_clean_ends_processes(fake, monkeypatch):
         return run(*command)
 
     monkeypatch.setattr(hosts, "run", with_pids)
-    assert hosts.clean() == ["obz-host0"]
+    assert cluster.main(["--clean"]) == 0
+    assert f"removed: obz-{dead.pid}-host0\n" in capsys.readouterr().out
     assert process.returncode == -signal.SIGKILL
-    assert left(directory) == ["blue", "etc", "netns"]
+    assert left(directory) == ["blue", "etc", "netns", alive]
 
 
 def test_without_root_it_says_so(monkeypatch, capsys):
@@ -249,7 +254,7 @@ def test_interfaces_agree_with_the_report(tmp_path):
     seconds = {(r["case"], r["phase"], r["link"]): r["seconds_per_step"] for r in rows}
     dense = ("2 x 2, dense float32", "dense")
     assert seconds[*dense, "50mbit"] > 1.2 * seconds[*dense, "unlimited"]
-    assert hosts.existing() == []
+    assert hosts.existing(process.pid) == []
 
 
 @pytest.mark.slow
@@ -258,13 +263,13 @@ def test_interfaces_agree_with_the_report(tmp_path):
 @pytest.mark.parametrize("how", ["interrupt", "terminate", "kill a worker", "kill the launcher"])
 def test_nothing_is_left(how, tmp_path):
     process = start("loss", "--cases", "stage 2", *SMALL, "--out", str(tmp_path / "rows.jsonl"))
+    spaces = [f"obz-{process.pid}-host{i}" for i in range(4)]
     workers = []
     try:
         while len(workers) < 4:
             assert process.poll() is None
             time.sleep(0.2)
             with contextlib.suppress(RuntimeError):
-                spaces = [hosts.name(i) for i in range(4)]
                 workers = [p for s in spaces for p in hosts.run("ip", "netns", "pids", s).split()]
         time.sleep(5)
         if how == "interrupt":
@@ -278,10 +283,11 @@ def test_nothing_is_left(how, tmp_path):
         text, _ = process.communicate(timeout=60)
         assert process.returncode != 0
         if how == "kill the launcher":
-            assert "obz-host0" in hosts.existing()
-            assert "removed: obz-host0" in start("--clean").communicate()[0]
-        assert hosts.existing() == []
+            assert {*spaces, f"obz-{process.pid}-switch"} <= set(hosts.existing())
+            assert f"removed: {spaces[0]}" in start("--clean").communicate()[0]
+        assert hosts.existing(process.pid) == []
         for worker in workers:
             assert not pathlib.Path("/proc", worker).exists(), text[-2000:]
     finally:
-        hosts.clean()
+        process.kill()
+        hosts.clean(hosts.existing(process.pid))

@@ -23,7 +23,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "examples"), str(HERE
 
 import cluster  # noqa: E402
 import hosts  # noqa: E402
-from methods import METHODS  # noqa: E402
+from peers.methods import METHODS  # noqa: E402
 
 HOSTS = 4
 RESULTS = cluster.HERE / "results" / "peers.jsonl"

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import hosts
-from methods import COMPRESSED, METHODS
+from peers.methods import COMPRESSED, METHODS
 
 DECAY, BETAS = 0.1, (0.9, 0.99)
 WARM, HEADS = 2, 4
@@ -278,6 +278,8 @@ def main() -> None:
         address, port = args.coordinator.split(":")
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, LOCAL_RANK="0")
         os.environ.update(RANK=str(args.process_id), WORLD_SIZE=str(args.processes))
+        # Processes of one machine would talk through shared memory, past the links.
+        deepspeed.comm.torch.build_shm_op = lambda: None
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     else:
         dist.init_process_group(
