@@ -129,7 +129,7 @@ def test_sigterm_goes_through_the_clean_up(fake):
 def test_hosts_do_not_nest(fake):
     with (
         hosts.hosts(1),
-        pytest.raises(RuntimeError, match="-host0, .*-switch exist"),
+        pytest.raises(RuntimeError, match=r"-host0, .*-switch exist"),
         hosts.hosts(1),
     ):
         pass
