@@ -172,33 +172,42 @@ def time_to(curve: list[dict[str, Any]], target: float) -> tuple[int, int] | Non
     return None
 
 
-def table(rows: list[dict[str, Any]], target: float) -> str:
-    """Markdown: a line per case and link."""
-    found = latest(rows)
-    head = ["case", "link", "tokens/s dense step", "compressed", "communicating", "compressed"]
-    head += ["MB/step by interfaces", "over predicted", "compressed MB", "over predicted"]
-    head += ["final loss", f"s to loss {target:g}"]
+def markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for name, link in dict.fromkeys((r["case"], r["link"]) for r in rows if r["kind"] == "time"):
-        phases = [found.get(("time", name, link, p)) for p in ("dense", "compressed")]
+    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in rows])
+
+
+def table(rows: list[dict[str, Any]], target: float) -> str:
+    """Markdown: bytes of each phase; speed, and seconds to a held-out loss, by link."""
+    found = latest(rows)
+    timed = [r for r in rows if r["kind"] == "time"]
+    cases, links = (list(dict.fromkeys(r[k] for r in timed)) for k in ("case", "link"))
+    sizes, speeds = [], []
+    for name in cases:
+        phases = [p for p in ("dense", "compressed") if ("time", name, links[0], p) in found]
+        for phase in phases:
+            r = found["time", name, links[0], phase]
+            kilobytes = r["interface_bytes"] / r["hosts"] / 1e3
+            ratios = [f"{r[k]:.3f}" for k in ("payload_over_predicted", "payload_over_gloo")]
+            sizes.append([name, phase, f"{kilobytes:.1f}", *ratios])
+        at = [[found.get(("time", name, link, p)) for p in phases] for link in links]
+        paces = [f"{r[-1]['tokens_per_second']:.0f}" if r[-1] else "-" for r in at]
+        shares = [f" ({r[-1]['communicating']:.0%})" if r[-1] else "" for r in at]
         curve = found.get(("loss", SAME_LOSS.get(name, name), "None", "None"), {}).get("curve", [])
-        reached = time_to(curve, target)
-        seconds: Any = "-"
-        if reached:
-            paces = [p["seconds_per_step"] if p else 0.0 for p in phases]
-            seconds = f"{sum(n * s for n, s in zip(reached, paces, strict=True)):.0f}"
-        cells = [name, link]
-        cells += [f"{p['tokens_per_second']:.0f}" if p else "" for p in phases]
-        cells += [f"{p['communicating']:.0%}" if p else "" for p in phases]
-        for p in phases:
-            cells += (
-                [f"{p['interface_bytes'] / 1e6:.3f}", f"{p['payload_over_predicted']:.3f}"]
-                if p
-                else ["", ""]
-            )
-        cells += [f"{curve[-1]['loss']:.4f}" if curve else "-", seconds]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        steps = time_to(curve, target)
+        seconds = [
+            f"{sum(n * r['seconds_per_step'] for n, r in zip(steps, rs, strict=False)):.0f}"
+            if steps and all(rs)
+            else "-"
+            for rs in at
+        ]
+        loss = f"{curve[-1]['loss']:.4f}" if curve else "-"
+        both = [pace + share for pace, share in zip(paces, shares, strict=True)]
+        speeds.append([name, *both, loss, *seconds])
+    head = ["case", "phase", "kB/host and step", "payload / wire_report", "payload / gloo"]
+    names = [f"tokens/s, {link}" for link in links]
+    names += ["final loss", *(f"s to {target:g}, {link}" for link in links)]
+    return markdown(head, sizes) + "\n\n" + markdown(["case", *names], speeds)
 
 
 def main(argv: list[str] | None = None) -> int:

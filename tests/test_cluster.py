@@ -201,12 +201,12 @@ def test_what_gloo_sends():
 
 
 def test_table_takes_the_newest_rows_and_adds_the_phases():
-    shared = {"kind": "time", "case": "stage 2", "link": "10mbit", "communicating": 0.5}
-    shared |= {"tokens_per_second": 100.0, "interface_bytes": 1, "payload_over_predicted": 1.0}
-    shared |= {"payload_over_gloo": 1.0}
+    shared = {"kind": "time", "case": "stage 2", "link": "10mbit", "hosts": 4}
+    shared |= {"communicating": 0.5, "tokens_per_second": 100.0, "interface_bytes": 8000}
+    shared |= {"payload_over_predicted": 1.05, "payload_over_gloo": 1.0}
     rows = [
         shared | {"phase": "dense", "seconds_per_step": 9.0},
-        shared | {"phase": "compressed", "seconds_per_step": 0.25},
+        shared | {"phase": "compressed", "seconds_per_step": 0.25, "tokens_per_second": 200.0},
         shared | {"phase": "dense", "seconds_per_step": 2.0},
     ]
     curve = [
@@ -216,7 +216,9 @@ def test_table_takes_the_newest_rows_and_adds_the_phases():
     rows.append({"kind": "loss", "case": "stage 2", "curve": curve})
     assert cluster.time_to(curve, 2.5) == (28, 12)
     assert cluster.time_to(curve, 2.0) is None
-    assert cluster.table(rows, 2.5).splitlines()[-1].endswith("| 2.4000 | 59 |")
+    lines = cluster.table(rows, 2.5).splitlines()
+    assert lines[2] == "| stage 2 | dense | 2.0 | 1.050 | 1.000 |"
+    assert lines[-1] == "| stage 2 | 200 (50%) | 2.4000 | 59 |"  # 28 at 2 s, 12 at 0.25 s
     assert cluster.table(rows, 2.0).splitlines()[-1].endswith("| 2.4000 | - |")
     assert set(SAME_LOSS) | set(SAME_LOSS.values()) <= set(CASES)
 

@@ -120,7 +120,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     links = list(dict.fromkeys(r["link"] for r in rows if r["kind"] == "time"))
     head = ["method", "loss at equal tokens", "kB/host, dense step", "kB/host, compressed"]
     head += [f"tokens/s, {link}" for link in links]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = []
     for name in dict.fromkeys(r["case"] for r in rows if r["kind"] == "time"):
         same = cluster.SAME_LOSS.get(name, name)
         curve = found.get(("loss", same, "None", "None"), {}).get("curve", [])
@@ -132,8 +132,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             steady = [found.get(("time", name, link, p)) for p in ("compressed", "dense")]
             row = next((r for r in steady if r), None)
             cells.append(f"{row['tokens_per_second']:.0f}" if row else "-")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return cluster.markdown(head, lines)
 
 
 if __name__ == "__main__":
