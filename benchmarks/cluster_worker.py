@@ -7,11 +7,14 @@ the profiler, by the names of the compiled program), what the interface sent, wh
 
 import argparse
 import functools
+import itertools
 import json
+import os
 import pathlib
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +23,7 @@ import jax
 import numpy as np
 import optax
 from cluster_cases import CASES, Case
-from jax.experimental.multihost_utils import sync_global_devices
+from jax._src import cache_key, distributed
 from jax.sharding import Mesh, NamedSharding
 
 import onebit_zero_jax as ob
@@ -136,14 +139,24 @@ def plain_jit(loss_fn: Any, tx: Any, mesh: Mesh, params: Any) -> tuple[Any, Any]
 
 # ---------------------------------------------------------------- measurements
 
+_barriers = itertools.count()
+
+
+def barrier() -> None:
+    """Waits for all processes, minutes if need be: a gloo collective gives up after 30 seconds."""
+    client = distributed.global_state.client
+    assert client is not None
+    client.wait_at_barrier(f"barrier {next(_barriers)}", 600_000)
+
 
 def compile_once(method: Method, batch: Any, phases: tuple[str, ...]) -> dict[str, Any]:
     """The programs of all phases; process 0 compiles, the others read its compilation cache."""
     if jax.process_index():
-        sync_global_devices("compiled")
+        barrier()
     programs = {p: method.lower(method.state, batch, phase=p).compile() for p in phases}
     if jax.process_index() == 0:
-        sync_global_devices("compiled")
+        barrier()
+    barrier()
     return programs
 
 
@@ -211,10 +224,10 @@ def measure_time(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
             assert phase == wanted, f"{phase} step where a {wanted} one was due"
 
     def link_to(link: str) -> None:
-        sync_global_devices("before")
+        barrier()
         if jax.process_index() == 0:
             hosts.set_links(case.hosts, link)
-        sync_global_devices("after")
+        barrier()
 
     for phase in case.phases:
         if phase == "compressed":
@@ -228,14 +241,14 @@ def measure_time(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
             link_to(link)
             run(WARM, phase)
             with tempfile.TemporaryDirectory() as directory:
-                sync_global_devices("start")
+                barrier()
                 before = hosts.counters()
                 jax.profiler.start_trace(directory, profiler_options=options)
                 began = time.perf_counter()
                 run(count, phase)
                 elapsed = time.perf_counter() - began
                 jax.profiler.stop_trace()
-                sync_global_devices("end")
+                barrier()
                 sent = hosts.difference(hosts.counters(), before)
                 inside = seconds_in(names, directory)
             rows.append(
@@ -260,7 +273,8 @@ def measure_loss(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
     data = build.data()
     state, phases, curve = method.state, [], []
     for i in range(args.steps):
-        state, _, phase = method.step(state, method.batch(next(data)))
+        state, loss, phase = method.step(state, method.batch(next(data)))
+        jax.block_until_ready((state, loss))
         phases.append(phase)
         if (i + 1) % 20 == 0 or i + 1 == args.steps:
             params = method.params_of(state)
@@ -268,6 +282,7 @@ def measure_loss(args: argparse.Namespace, case: Case, build: "Build") -> dict[s
             if jax.process_index() == 0:
                 curve.append((i + 1, build.evaluate(local)))
                 print(f"step {i + 1}: held-out loss {curve[-1][1]:.4f}", flush=True)
+            barrier()
     rows = [
         {"step": s, "loss": round(loss, 5), "dense_steps": phases[:s].count("dense")}
         for s, loss in curve
@@ -313,6 +328,7 @@ class Build:
 
     def __call__(self, refresh: int | None) -> tuple[Method, Iterator[np.ndarray]]:
         demo, steps = self.demo, self.args.steps
+        barrier()
         method = Method(self.case, self.mesh, self.params, self.loss_fn, demo, steps, refresh)
         return method, self.data()
 
@@ -323,6 +339,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # On CPU each process hashes a topology of its own, and would find nothing of process 0's.
+    cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[attr-defined]
     jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
     build = Build(args, case)
     measure = {"time": measure_time, "loss": measure_loss}[args.measure]
@@ -330,8 +348,13 @@ def main() -> None:
     result.update(parameters=build.count, host=args.process_id // case.per_host)
     args.out.joinpath(f"{args.process_id}.json").write_text(json.dumps(result))
     # All write before any leaves: a lost peer would end the others.
-    sync_global_devices("done")
+    barrier()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # The usual way out waits for peers that may be gone.

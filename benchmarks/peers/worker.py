@@ -5,6 +5,7 @@ a file that run.py wrote, so everyone starts from the same numbers and sees the 
 """
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -279,7 +280,7 @@ def main() -> None:
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, LOCAL_RANK="0")
         os.environ.update(RANK=str(args.process_id), WORLD_SIZE=str(args.processes))
         # Processes of one machine would talk through shared memory, past the links.
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     else:
         dist.init_process_group(
