@@ -52,12 +52,16 @@ def provenance(packages: Iterable[str]) -> dict[str, Any]:
         ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
     )
     script = Path(sys.argv[0]).resolve().relative_to(HERE.parent)
+    # Without what says where things lie on this machine and changes no figure.
+    places = ("--cache", "--out", "--python")
+    pairs = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
+    arguments = [a for before, a in pairs if not {before, a} & set(places)]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
         "commit": git.stdout.strip(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "command": shlex.join(["python", str(script), *sys.argv[1:]]),
+        "command": shlex.join(["python", str(script), *arguments]),
     }
 
 
