@@ -61,6 +61,7 @@ def provenance(packages: Iterable[str]) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "commit": git.stdout.strip(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "load": round(os.getloadavg()[0], 1),
         "command": shlex.join(["python", str(script), *arguments]),
     }
 
