@@ -121,7 +121,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = ["method", "loss at equal tokens", "kB/host, dense step", "kB/host, compressed"]
     head += [f"tokens/s, {link}" for link in links]
     lines = []
-    for name in dict.fromkeys(r["case"] for r in rows if r["kind"] == "time"):
+    for name in dict.fromkeys(r["case"] for r in rows):
         same = cluster.SAME_LOSS.get(name, name)
         curve = found.get(("loss", same, "None", "None"), {}).get("curve", [])
         cells = [name, f"{curve[-1]['loss']:.4f}" if curve else "-"]
