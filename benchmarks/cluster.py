@@ -36,7 +36,7 @@ import hosts
 from cluster_cases import CASES, SAME_LOSS
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples" / "multihost"))
+sys.path.insert(0, str(HERE.parent / "examples"))
 
 RESULTS = HERE / "results" / "cluster.jsonl"
 LINKS = "10mbit,100mbit,1gbit,unlimited"
@@ -72,7 +72,7 @@ def run_hosts(count: int, per_host: int, command: list[str]) -> list[dict[str, A
     Raises:
       RuntimeError: a process failed.
     """
-    from launch import launch
+    from multihost.launch import launch
 
     with tempfile.TemporaryDirectory() as out, hosts.hosts(count):
         code = launch(
@@ -196,18 +196,19 @@ def table(rows: list[dict[str, Any]], target: float) -> str:
             ratios = [f"{r[k]:.3f}" for k in ("payload_over_predicted", "payload_over_gloo")]
             sizes.append([name, phase, f"{kilobytes:.1f}", *ratios])
         at = [[found.get(("time", name, link, p)) for p in phases] for link in links]
-        paces = [f"{r[-1]['tokens_per_second']:.0f}" if r[-1] else "-" for r in at]
-        shares = [f" ({r[-1]['communicating']:.0%})" if r[-1] else "" for r in at]
+        steady = [r[-1] for r in at]
+        both = [
+            f"{r['tokens_per_second']:.0f} ({r['communicating']:.0%})" if r else "-" for r in steady
+        ]
         curve = found.get(("loss", SAME_LOSS.get(name, name), "None", "None"), {}).get("curve", [])
         steps = time_to(curve, target)
-        seconds = [
-            f"{sum(n * r['seconds_per_step'] for n, r in zip(steps, rs, strict=False)):.0f}"
-            if steps and all(rs)
-            else "-"
-            for rs in at
-        ]
+        seconds = []
+        for at_link in at:
+            known = [r["seconds_per_step"] for r in at_link if r]
+            enough = steps and len(known) == len(at_link)
+            total = sum(n * pace for n, pace in zip(steps or (), known, strict=False))
+            seconds.append(f"{total:.0f}" if enough else "-")
         loss = f"{curve[-1]['loss']:.4f}" if curve else "-"
-        both = [pace + share for pace, share in zip(paces, shares, strict=True)]
         speeds.append([name, *both, loss, *seconds])
     head = ["case", "phase", "kB/host and step", "payload / wire_report", "payload / gloo"]
     names = [f"tokens/s, {link}" for link in links]

@@ -340,7 +340,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # On CPU each process hashes a topology of its own, and would find nothing of process 0's.
-    cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[attr-defined]
+    cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]
     jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
     build = Build(args, case)
     measure = {"time": measure_time, "loss": measure_loss}[args.measure]

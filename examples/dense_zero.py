@@ -42,8 +42,8 @@ class DenseZero:
         self.bytes_sent = {"reduce": leg, "gather": leg}
         owner = P(axes[::-1])
         shapes = jax.eval_shape(tx.init, jax.ShapeDtypeStruct((padded // parts,), jnp.float32))
-        specs = (P(), jax.tree.map(lambda x: owner if x.ndim else P(), shapes))
-        specs = (*specs, owner if half else None)
+        sharded = jax.tree.map(lambda x: owner if x.ndim else P(), shapes)
+        specs = (P(), sharded, owner if half else None)
 
         def own(flat: jax.Array) -> jax.Array:
             return flat.reshape(parts, -1)[jax.lax.axis_index(axes[::-1])]

@@ -54,7 +54,8 @@ def export(path: Path, args: argparse.Namespace) -> None:
     arrays["batches"] = np.stack([next(batches) for _ in range(args.steps)])
     arrays["held_out"] = np.concatenate([next(held_out) for _ in range(2)])
     arrays["rates"] = np.array([rates(i) for i in range(args.steps)], np.float32)
-    np.savez(path, **{k: np.asarray(x) for k, x in arrays.items()})
+    values: Any = {k: np.asarray(x) for k, x in arrays.items()}
+    np.savez(path, **values)
 
 
 def record(args: argparse.Namespace) -> None:
