@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 
@@ -43,15 +44,25 @@ def end(processes: list[subprocess.Popen[str]], grace: float) -> None:
             p.wait()
 
 
-def launch(command: list[str], count: int, grace: float = 5.0) -> int:
-    """Runs ``count`` processes of ``command``; 0 if all succeed, else the first failure's code."""
+def launch(
+    command: list[str],
+    count: int,
+    grace: float = 5.0,
+    coordinator: str = "127.0.0.1",
+    prefix: Callable[[int], list[str]] = lambda rank: [],
+) -> int:
+    """Runs ``count`` processes of ``command``; 0 if all succeed, else the first failure's code.
+
+    ``prefix`` starts the command line of a process, e.g. to run it on another host;
+    ``coordinator`` is the address of the first.
+    """
     port = free_port()
     processes = []
     for rank in range(count):
-        flags = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count)]
+        flags = ["--coordinator", f"{coordinator}:{port}", "--processes", str(count)]
         processes.append(
             subprocess.Popen(
-                [*command, *flags, "--process-id", str(rank)],
+                [*prefix(rank), *command, *flags, "--process-id", str(rank)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
