@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from onebit_zero_jax import (
@@ -88,6 +89,23 @@ def test_flat_is_stage_2_with_a_dense_gather():
     np.testing.assert_allclose(full_params(state)["w"], full_params(want)["w"], atol=1e-6)
 
 
+def test_stages_with_dense_gathers_are_one():
+    """Bit for bit, where shards are chunks of the flattened leaf and nothing is padded."""
+    w = np.random.default_rng(0).normal(size=(128, 3)).astype(np.float32)
+    batches = integers({"w": w.shape}, 4)
+    trained = [
+        train((4,), linear, {"w": w}, batches, ZeroConfig(stage=stage, **options))[0]
+        for stage, options in (
+            (1, {"gather": "params", "gather_bits": "dense"}),
+            (2, {"gather_bits": "dense"}),
+            (3, {}),
+        )
+    ]
+    first, *others = [np.asarray(full_params(state)["w"]) for state in trained]
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 # ---------------------------------------------------------------- layers
 
 
@@ -147,6 +165,51 @@ def test_layers_change_nothing(zero, loss_fn):
     assert jax.tree.structure(got) == jax.tree.structure(make_model())
     # One flipped sign moves a value by about the learning rate; none flips in four steps.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("zero", [None, FLAT], ids=["fast", "flat"])
+def test_tied_unused_and_unequal_layers(zero):
+    """And a buffer. Against the whole model as one layer; an unused leaf and its state stay."""
+    rng = np.random.default_rng(0)
+    shapes = {"table": (48, 32), "up": (32, 70), "down": (70, 32), "spare": (32, 48)}
+    params = {k: (rng.normal(size=s) / 6).astype(np.float32) for k, s in shapes.items()}
+    batches = [rng.integers(0, 48, (8, 5)) for _ in range(STEPS)]
+
+    def loss_of(mark):
+        # The table is gathered once for both of its places.
+        @mark
+        def tied(table, tokens, up, down):
+            x = table[tokens]
+            inner = mark(lambda p, x: jnp.tanh(x @ p))
+            return inner(down, inner(up, x)) @ table.T
+
+        def loss_fn(params, seen, tokens):
+            logits = tied(params["table"], tokens, params["up"], params["down"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+            return jnp.mean(loss), {"seen": seen["seen"] + 1.0}
+
+        return loss_fn
+
+    def run(mark):
+        mesh = make_mesh((2, 2))
+        config = zero or ZeroConfig(axis_name=SLOW_FAST, stage=3)
+        tx = onebit_adamw(1e-2, weight_decay=0.1, zero=config, warmup_steps=WARMUP)
+        state = init(params, tx, mesh, config, {"seen": np.zeros(3, np.float32)})
+        step = train_step(loss_of(mark), tx, mesh, config, has_model_state=True)
+        for batch in batches[:4]:
+            state, _ = step(state, batch)
+        return state
+
+    got, want = run(layer), run(lambda fn: fn)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
+    jax.tree.map(close, full_params(got), full_params(want))
+    assert got.model_state["seen"].tolist() == [4.0] * 3
+    np.testing.assert_array_equal(
+        got.opt_state.leaves["spare"].worker_error,
+        np.zeros_like(got.opt_state.leaves["spare"].worker_error),
+    )
+    if zero is None:  # flat: no gather leg, weight decay moves the owner's shard
+        np.testing.assert_array_equal(full_params(got)["spare"], params["spare"])
 
 
 def test_layers_are_gathered_twice_over_the_fast_axis_alone():

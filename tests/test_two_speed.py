@@ -17,6 +17,7 @@ from onebit_zero_jax import (
     onebit_adamw,
     state_shardings,
     train_step,
+    wire_report,
 )
 
 pytestmark = pytest.mark.usefixtures("few_optimizations")
@@ -192,6 +193,20 @@ def test_slow_axis_carries_codes(stage, gather):
     bits = 1 if gather == "momentum" else 4
     own = (bits * code + scales) // 8
     assert sent["gather"] == own + 2 * own * 3
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_crosses_the_slow_axis_is_packed(stage):
+    """From the compiled program: all but the norm (1031 floats), scalars, flags, the vector."""
+    state, step = make((2, 4), names=("w", "b"), stage=stage)
+    batch = make_batches(1, 8, ("w", "b"))[0]
+    compiled = step.lower(state, batch, phase="compressed").compile()
+    report = wire_report(compiled, mesh_of((2, 4)))
+    packed = sum(c.crossing("slow") for c in report.collectives if c.dtype == "u8")
+    values = 1031 + 5 + len(PARAMS) + PARAMS["b"][0]
+    # An all-reduce over both axes sends 7/8 of its operand, twice.
+    assert 0 < report.sent("slow") - packed <= 2 * 4 * values
+    assert packed > 0
 
 
 def test_bad_axis_names():
