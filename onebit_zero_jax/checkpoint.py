@@ -29,7 +29,7 @@ from onebit_zero_jax.checkpoint_content import (
 )
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import shard_shapes, whole_shapes
-from onebit_zero_jax.resize import convert, spread
+from onebit_zero_jax.resize import convert, refuse_model_axes, spread
 from onebit_zero_jax.resize_side import Parts
 from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import TrainState, abstract_state
@@ -201,7 +201,9 @@ def restore(
             "resize=True to convert it."
         )
     moved = before != Parts.of(mesh.shape, zero) or metadata.zero != zero
-    check_parameters(metadata, target.params, before, where)
+    check_parameters(metadata, target.params, zero, before, where)
+    if moved:
+        refuse_model_axes(target.params, zero)
     wanted = flat(target)
     if not moved:
         for name, x in wanted.items():

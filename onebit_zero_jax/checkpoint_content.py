@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import zlib
+from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -115,7 +116,9 @@ def _crc(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, default=list).encode())
 
 
-def parameters(params: Tree, zero: ZeroConfig, parts: Parts) -> dict[str, list[Any]]:
+def parameters(
+    params: Tree, zero: ZeroConfig, parts: Parts, data_axes: Collection[str]
+) -> dict[str, list[Any]]:
     """How each parameter is cut: the user's shape, dtype, compressed, blocks, lanes, model axes."""
     leaves = jax.tree.leaves(params, is_leaf=is_shard)
     return {
@@ -125,7 +128,7 @@ def parameters(params: Tree, zero: ZeroConfig, parts: Parts) -> dict[str, list[A
             side.leaf.compressed,
             side.leaf.blocks,
             side.leaf.lanes,
-            over_model_axes(x, zero),
+            over_model_axes(x, data_axes),
         ]
         for (path, side), x in zip(Side.of(params, zero, parts).items(), leaves, strict=True)
     }
@@ -176,7 +179,7 @@ def describe(state: TrainState, data_position: Any) -> tuple[dict[str, jax.Array
         axes=axes,
         zero=zero,
         phases=[s.run.phases for s in states],
-        parameters=parameters(state.params, zero, Parts.of(axes, zero)),
+        parameters=parameters(state.params, zero, Parts.of(axes, zero), zero.axes),
         arrays={n: SavedArray(x.shape, x.dtype.name, sums[n]) for n, x in arrays.items()},
         data_position=data_position,
     )
@@ -246,9 +249,12 @@ def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> T
     return state
 
 
-def check_parameters(metadata: Metadata, params: Tree, parts: Parts, path: Any) -> None:
+def check_parameters(
+    metadata: Metadata, params: Tree, zero: ZeroConfig, parts: Parts, path: Any
+) -> None:
     """Raises if ``params`` are not those that were saved, or would be cut otherwise."""
-    saved, ours = metadata.parameters, parameters(params, metadata.zero, parts)
+    data_axes = {*metadata.zero.axes, *zero.axes}
+    saved, ours = metadata.parameters, parameters(params, metadata.zero, parts, data_axes)
     for name in [*saved, *ours]:
         if name not in ours or name not in saved:
             has, lacks = ("params", path) if name in ours else (path, "params")

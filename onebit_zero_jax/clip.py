@@ -61,7 +61,7 @@ def global_norm(grads: Any, axis_name: coll.AxisName) -> jax.Array:
     coll.check_model_axes(axis_name)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     model = coll.model_axes(names)
-    parts = coll.axis_size(names)
+    parts = coll.axis_size(axis_name)
     exact = parts == 1 and not model
     values = jnp.zeros(0 if exact else SKETCH_SIZE, jnp.float32)
     for i, g in enumerate(jax.tree.leaves(grads, is_leaf=is_shard)):

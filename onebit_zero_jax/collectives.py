@@ -133,29 +133,24 @@ def buffer_bytes(total: int) -> int:
 
 def _rows(arrays: Sequence[jax.Array], parts: int) -> tuple[int, list[bool]]:
     """How wide the rows of a buffer are, and which arrays fill whole ones."""
-    total = sum(x.size * x.dtype.itemsize for x in arrays) // parts
-    width = total if total < _MIN_IN_ROWS else codec.LANES
-    return width, [width > 0 and x.size // parts % width == 0 for x in arrays]
+    sizes = [x.size * x.dtype.itemsize // parts for x in arrays]
+    width = sum(sizes) if sum(sizes) < _MIN_IN_ROWS else codec.LANES
+    return width, [width > 0 and n % width == 0 for n in sizes]
 
 
-def _to_bytes(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Words of shape ``(parts, n, ...)`` as bytes: all lowest ones, then all second ones, ...
-
-    A bitcast to bytes would have a last axis of 2 or 4, which TPU pads to 128.
-    """
-    width = x.dtype.itemsize
-    words = lax.bitcast_convert_type(x, f"uint{8 * width}").reshape(shape)
-    planes = [(words >> (8 * j)).astype(jnp.uint8) for j in range(width)]
-    return planes[0] if width == 1 else jnp.concatenate(planes, axis=1)
+def _to_bytes(x: jax.Array, parts: int) -> jax.Array:
+    if x.dtype != jnp.uint8:
+        # One bitcast: XLA would compute a value again for each of its bytes, and with other
+        # rounding it would tear.
+        x = lax.bitcast_convert_type(x, jnp.uint8)
+    return x.reshape(parts, -1)
 
 
 def _from_bytes(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     width = jnp.dtype(dtype).itemsize
-    planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width, axis=1)]
-    words = planes[0]
-    for j in range(1, width):
-        words = words | (planes[j] << (8 * j))
-    return lax.bitcast_convert_type(words.reshape(shape), dtype)
+    if width == 1:
+        return lax.bitcast_convert_type(x.reshape(shape), dtype)
+    return lax.bitcast_convert_type(x.reshape(*shape, width), dtype)
 
 
 def _join(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
@@ -166,8 +161,8 @@ def _join(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
     """
     width, full = _rows(arrays, parts)
     pairs = list(zip(arrays, full, strict=True))
-    rows = [_to_bytes(x, (parts, -1, width)) for x, fills in pairs if fills]
-    rest = [_to_bytes(x, (parts, x.size // parts)) for x, fills in pairs if not fills]
+    rows = [_to_bytes(x, parts).reshape(parts, -1, width) for x, fills in pairs if fills]
+    rest = [_to_bytes(x, parts) for x, fills in pairs if not fills]
     if rest:
         tail = jnp.concatenate(rest, axis=1)
         tail = jnp.pad(tail, ((0, 0), (0, -tail.shape[1] % max(1, width))))

@@ -35,8 +35,8 @@ _COPIES = frozenset(
     {
         *("all_gather", "all_gather_invariant", "bitcast_convert_type", "broadcast_in_dim"),
         *("concatenate", "convert_element_type", "copy", "copy_p", "custom_vmap_call"),
-        *("dynamic_slice", "expand_dims", "or", "pad", "reshape", "rev", "shift_left"),
-        *("shift_right_logical", "slice", "split", "squeeze", "transpose"),
+        *("dynamic_slice", "expand_dims", "pad", "reshape", "rev", "slice", "split"),
+        *("squeeze", "transpose"),
     }
 )
 _marked: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("marked", default=None)
@@ -355,13 +355,12 @@ def model_spec(x: Any, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> P:
     return without(spec, {*zero.axes, *(a for a, n in mesh.shape.items() if n == 1)})
 
 
-def over_model_axes(x: Any, zero: ZeroConfig) -> str:
+def over_model_axes(x: Any, data_axes: Collection[str]) -> str:
     """In words, how a parameter of a TrainState is sharded over model axes; empty if it is not."""
-    value = x.value if is_shard(x) else x
-    sharding = getattr(value, "sharding", None)
+    sharding = getattr(x.value if is_shard(x) else x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return ""
-    spec = model_spec(value, sharding.mesh, zero)
+    spec = without(sharding.spec, data_axes)
     sizes = {a: n for a, n in sharding.mesh.shape.items() if a in _names(spec)}
     return f"{spec} of {sizes}" if sizes else ""
 

@@ -300,7 +300,7 @@ def follows_shards(name: str) -> str:
 def refuse_model_axes(params: Tree, zero: ZeroConfig) -> None:
     """Raises where a parameter is sharded over a model axis."""
     for path, x in jax.tree.leaves_with_path(params, is_leaf=is_shard):
-        cut = over_model_axes(x, zero)
+        cut = over_model_axes(x, zero.axes)
         if cut:
             raise NotImplementedError(
                 f"parameter {_name(path, 'params')} is sharded over model axes ({cut}): its state "
@@ -318,7 +318,6 @@ def convert(
     zero: ZeroConfig,
 ) -> TrainState:
     """:func:`resize` of a state whose arrays may lie anywhere on the devices of ``mesh``."""
-    refuse_model_axes(state.params, zero_before)
     new = abstract_state(whole_shapes(state.params), tx, mesh, zero, state.model_state)
     parts = Parts.of(mesh.shape, zero)
     return _Resizing(state, new, (zero_before, zero), (parts_before, parts), tx, mesh).run()
@@ -388,5 +387,6 @@ def resize(
     if not states or not isinstance(sharding, NamedSharding):
         raise ValueError("state is on no mesh: pass what init, a train step or restore returned.")
     before = states[0].run.zero
+    refuse_model_axes(state.params, before)
     parts = Parts.of(sharding.mesh.shape, before)
     return convert(state, before, parts, tx, mesh, zero)

@@ -176,13 +176,6 @@ def test_mesh_without_the_axis():
             call()
 
 
-def test_mesh_with_further_axes():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    for call in everywhere(mesh=mesh):
-        with pytest.raises(NotImplementedError, match=r"further axes \{'model': 2\}.*without them"):
-            call()
-
-
 def test_things_that_are_no_mesh_config_or_transformation():
     for call in everywhere(mesh="mesh"):
         with refuses("mesh must be a jax.sharding.Mesh", "got 'mesh'"):

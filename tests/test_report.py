@@ -1,6 +1,7 @@
 """Reports of compiled programs: of CPU here, of TPU and GPU from tests/data/make_hlo.py."""
 
 import json
+import math
 import pathlib
 import types
 
@@ -504,10 +505,12 @@ def test_transformation_alone(optimizer):
     ]
     n, ring = 64 * 512, 3 / 4
     compressed, dense = optimizer.branches.values()
-    # A flag; 1 and 4 bits and their scales.
-    assert compressed.sent("data") == ring * (8 + n * 5 / 8 + 2 * n / 1024 * 4)
+    # A flag; 1 and 4 bits and their scales; buffers from 4 KB on are rows of 128 bytes.
+    rows = lambda size: 4 * 128 * math.ceil(size / 4 / 128)
     refresh = n / 8 + n / 1024 * 4
-    weights, gather = 2 * 576 * 4, n * 5 / 8 + n / 1024 * 4
+    gather = rows(n * 4 / 8 + n / 1024 * 4)
+    assert compressed.sent("data") == ring * (8 + refresh + gather)
+    weights, gather = 2 * 576 * 4, rows(n * 5 / 8 + n / 1024 * 4)
     assert dense.sent("data") == ring * (8 + n * 4 + refresh + weights + gather)
 
 
@@ -533,7 +536,7 @@ def test_assert_compressed(optimizer):
     (name, taken), *_ = optimizer.branches.items()
     assert name.endswith("/0")
     assert_compressed(taken, "data")
-    assert_compressed(taken, "data", max_bits=5.0 * 3 / 4 + 0.1)
+    assert_compressed(taken, "data", max_bits=5.0 * 3 / 4 + 0.13)
     with pytest.raises(AssertionError, match=r"3.8\d bits per parameter cross 'data'.*all-gather"):
         assert_compressed(taken, "data", max_bits=3.75)
     with pytest.raises(AssertionError, match="leg dense_leaves"):
