@@ -17,7 +17,6 @@ import jax
 processes, rank, port = map(int, sys.argv[1:])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4 // processes)
-jax.config.update("jax_disable_most_optimizations", True)
 if processes > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
