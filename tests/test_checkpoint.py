@@ -180,6 +180,7 @@ def test_without_worker_errors(tmp_path):
     same(restore(tmp_path / "x", SHAPES, tx, mesh_of(), ZERO)[0], state)
 
 
+@pytest.mark.slow
 def test_from_stage_3_to_others(tmp_path):
     """What links in front hold in the shape of shards is refused, before anything is read."""
     old, flat = ZEROS["stage 3, fast"], ZEROS["stage 3"]

@@ -44,6 +44,7 @@ def test_digits(name):
     assert float(out.rsplit("test accuracy ", 1)[1]) > 0.93
 
 
+@pytest.mark.slow
 def test_float16():
     """From a scale that overflows down to one that fits."""
     out = run("examples/float16.py", "--steps", "100", "--devices", "4", "--scale", "1e9")

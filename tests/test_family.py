@@ -179,7 +179,13 @@ LION_RULE |= {"bias_correction": False, "error_feedback": False}
     [
         (onebit_lamb, LAMB, {"inner": lamb_change}, 2),
         (onebit_lion, LION, LION_RULE, 2),
-        (onebit_sgdm, {"momentum": B1}, {"inner": sgdm_change, "bias_correction": False}, 1),
+        pytest.param(
+            onebit_sgdm,
+            {"momentum": B1},
+            {"inner": sgdm_change, "bias_correction": False},
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["lamb", "lion", "sgdm"],
 )

@@ -52,7 +52,7 @@ def run(shape, axis, stage, steps):
 
 
 two_speed = ("slow", "fast")
-runs = [((4,), "data", 2, 30), ((2, 2), two_speed, 2, 6), ((2, 2), two_speed, 3, 6)]
+runs = [((4,), "data", 2, 30), ((2, 2), two_speed, 3, 6)]
 print(json.dumps([run(*r) for r in runs]))
 """
 
@@ -84,11 +84,11 @@ def launch(processes: int) -> list[dict]:
 
 
 def test_two_processes_equal_one():
-    """Of one axis, of a two-speed mesh, and at stage 3 over its fast axis."""
+    """Of one axis, and of a two-speed mesh at stage 3 over its fast axis."""
     (alone,) = launch(1)
     first, second = launch(2)
     assert first == second
-    assert [run["dense"] for run in first] == [[0, 1, 2, 26], [0, 1, 2], [0, 1, 2]]
+    assert [run["dense"] for run in first] == [[0, 1, 2, 26], [0, 1, 2]]
     for one, two in zip(alone, first, strict=True):
         assert one["dense"] == two["dense"]
         # Weights are sums of real numbers, here and there in another order.

@@ -231,6 +231,7 @@ def test_auto_in_a_users_own_loop_and_under_inject_hyperparams():
         ]
 
 
+@pytest.mark.slow
 def test_groups_that_settle_apart_pick_phases_on_the_device():
     """Two groups, one of which never settles: neither is compressed by the other's decision."""
     one = ob.onebit_adam(1e-3, b2=B2, zero=ZERO, warmup_steps="auto", refresh=None)

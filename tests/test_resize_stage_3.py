@@ -216,6 +216,7 @@ def test_values_and_means_are_kept(chain):
     np.testing.assert_allclose(got, total, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_there_and_back_is_the_same_run():
     """Between two stages on one split nothing is averaged: the next step is the same step."""
     below = to(trained(), "stage 2, 2 x 2")

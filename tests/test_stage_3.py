@@ -167,7 +167,9 @@ def test_layers_change_nothing(zero, loss_fn):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("zero", [None, FLAT], ids=["fast", "flat"])
+@pytest.mark.parametrize(
+    "zero", [None, pytest.param(FLAT, marks=pytest.mark.slow)], ids=["fast", "flat"]
+)
 def test_tied_unused_and_unequal_layers(zero):
     """And a buffer. Against the whole model as one layer; an unused leaf and its state stay."""
     rng = np.random.default_rng(0)

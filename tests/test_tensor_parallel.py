@@ -93,11 +93,13 @@ def without_model_axis(zero):
 @pytest.mark.parametrize(
     "zero, kind",
     [
-        (ZeroConfig(stage=0), AxisType.Auto),
-        (ZeroConfig(stage=1), AxisType.Explicit),
+        pytest.param(ZeroConfig(stage=0), AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(ZeroConfig(stage=1), AxisType.Explicit, marks=pytest.mark.slow),
         (ZeroConfig(stage=2), AxisType.Auto),
         (ZeroConfig(stage=3), AxisType.Explicit),
-        (ZeroConfig(axis_name=("slow", "fast"), stage=2), AxisType.Auto),
+        pytest.param(
+            ZeroConfig(axis_name=("slow", "fast"), stage=2), AxisType.Auto, marks=pytest.mark.slow
+        ),
         (ZeroConfig(axis_name=("slow", "fast"), stage=3), AxisType.Auto),
     ],
     ids=lambda v: f"{v.axis_name}-{v.stage}" if isinstance(v, ZeroConfig) else str(v),
@@ -172,7 +174,7 @@ def test_norm_and_clipping_count_each_element_once():
         assert abs(float(metrics["gradient_norm"]) / want - 1) < 4 * 0.022
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trust_ratios_are_those_of_whole_leaves(stage):
     """In warm-up with a dense gather leg, LAMB does not depend on the model axis."""
     names = ("rows", "whole")
@@ -204,7 +206,7 @@ def test_nonfinite_in_a_piece_skips_on_every_device():
     assert state.opt_state.nonfinite.tolist() == [0, 1, 0, 0, 0]  # leaves in order of names
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_optimizer_gathers_nothing_over_the_model_axis(stage):
     """Its only traffic there: flags, and the 1031 values of the gradient's norm."""
     zero, mesh = ZeroConfig(stage=stage), mesh_of(data=2, model=2)

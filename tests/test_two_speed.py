@@ -195,7 +195,7 @@ def test_slow_axis_carries_codes(stage, gather):
     assert sent["gather"] == own + 2 * own * 3
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_crosses_the_slow_axis_is_packed(stage):
     """From the compiled program: all but the norm (1031 floats), scalars, flags, the vector."""
     state, step = make((2, 4), names=("w", "b"), stage=stage)
