@@ -167,9 +167,14 @@ SETTINGS = [
     for gather, all_bits in (("params", ("dense", 8, 4, 3, 2, 1)), ("momentum", (1, 2)))
     for bits in all_bits
 ]
+# With gather and bits given, stages 1 and 2 are the same program.
+SETTINGS_OF_RUN = [
+    pytest.param(s, marks=pytest.mark.slow, id=str(s)) if s[0] == 1 else pytest.param(s, id=str(s))
+    for s in SETTINGS
+]
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=str)
+@pytest.fixture(scope="module", params=SETTINGS_OF_RUN)
 def run(request):
     stage, gather, bits = request.param
     zero = ZeroConfig(stage=stage, gather=gather, gather_bits=bits)
