@@ -21,7 +21,8 @@ from tasks import Task
 
 import onebit_zero_jax as ob
 from onebit_zero_jax import codec, legs, shard
-from onebit_zero_jax.state import Phases, zero_states
+from onebit_zero_jax.phases import Phases
+from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import state_specs
 from onebit_zero_jax.wire import traced_bytes
 

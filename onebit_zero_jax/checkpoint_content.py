@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax import codec
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import over_model_axes
+from onebit_zero_jax.layers import model_sharding
 from onebit_zero_jax.layout import is_shard
+from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.resize import follows_shards
 from onebit_zero_jax.resize_side import Parts, Side
-from onebit_zero_jax.state import ChunkState, DenseState, Log8, Phases, Run, ZeroState, zero_states
+from onebit_zero_jax.state import ChunkState, DenseState, Log8, Run, ZeroState, zero_states
 from onebit_zero_jax.sync import digest
 from onebit_zero_jax.train_state import TrainState
 
@@ -128,7 +129,7 @@ def parameters(
             side.leaf.compressed,
             side.leaf.blocks,
             side.leaf.lanes,
-            over_model_axes(x, data_axes),
+            model_sharding(x, data_axes),
         ]
         for (path, side), x in zip(Side.of(params, zero, parts).items(), leaves, strict=True)
     }

@@ -99,12 +99,6 @@ def share(x: jax.Array, axis_name: AxisName) -> float:
     return 1 / math.prod(lax.axis_size(a) for a in same)
 
 
-def over_model_axes(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sum of ``x`` over the :func:`model_axes` that it differs over."""
-    names = model_axes_of(x, axis_name)
-    return lax.psum(x, names) if names else x
-
-
 def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
     """Raises if a gradient is typed as equal on all devices, i.e. was already reduced."""
     if axis_size(axis_name) == 1 or not _tracks_types(axis_name):
@@ -212,6 +206,16 @@ def by_model_axes(
     for indices in groups.values():
         out.update(zip(indices, fused([arrays[i] for i in indices]), strict=True))
     return [out[i] for i in range(len(arrays))]
+
+
+def sum_over_model_axes(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Each array summed over the :func:`model_axes` that it differs over."""
+
+    def fused(arrays: list[jax.Array]) -> list[jax.Array]:
+        names = model_axes_of(arrays[0], axis_name)
+        return lax.psum(arrays, names) if names else arrays
+
+    return by_model_axes(fused, arrays, axis_name)
 
 
 def exchange(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:

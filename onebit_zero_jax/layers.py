@@ -308,7 +308,8 @@ def shard_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> T
         pieces = math.prod(mesh.shape[a] for a in _names(spec))
         if zero.stage < 3 or not is_compressed(whole.shape, devices * pieces):
             return whole
-        free = [a for a in range(-len(whole.shape), 0) if not _at(spec, a, len(whole.shape))]
+        ndim = len(whole.shape)
+        free = [a - ndim for a, entry in enumerate(_entries(spec, ndim)) if entry is None]
         if not free:
             raise ValueError(
                 f"parameter {jax.tree_util.keystr(path)} of shape {whole.shape} is sharded over "
@@ -333,9 +334,9 @@ def _names(spec: P) -> set[str]:
     return {name for e in entries for name in e}
 
 
-def _at(spec: P, axis: int, ndim: int) -> Any:
-    """Entry of a PartitionSpec for an axis counted from the end."""
-    return (tuple(spec) + (None,) * ndim)[axis + ndim]
+def _entries(spec: P, ndim: int) -> list[Any]:
+    """Of a PartitionSpec, one for each axis."""
+    return [*spec, *[None] * (ndim - len(spec))]
 
 
 def model_spec(x: Any, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> P:
@@ -355,7 +356,7 @@ def model_spec(x: Any, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> P:
     return without(spec, {*zero.axes, *(a for a, n in mesh.shape.items() if n == 1)})
 
 
-def over_model_axes(x: Any, data_axes: Collection[str]) -> str:
+def model_sharding(x: Any, data_axes: Collection[str]) -> str:
     """In words, how a parameter of a TrainState is sharded over model axes; empty if it is not."""
     sharding = getattr(x.value if is_shard(x) else x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -366,7 +367,7 @@ def over_model_axes(x: Any, data_axes: Collection[str]) -> str:
 
 
 def without(spec: P, names: Collection[str]) -> P:
-    """A PartitionSpec without some mesh axes."""
+    """A PartitionSpec without some mesh axes, and without empty entries at its end."""
     entries: list[Any] = []
     for entry in spec:
         entry = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
@@ -383,12 +384,9 @@ def full_specs(shapes: Tree) -> Tree:
     def one(x: Any) -> Any:
         if not is_shard(x):
             return getattr(getattr(x, "sharding", None), "spec", P())
-        axis = len(x.value.shape) + x.axis
-        spec = [*x.value.sharding.spec, *[None] * len(x.value.shape)][: len(x.value.shape)]
-        spec[axis] = x.over if len(x.over) > 1 else x.over[0]
-        while spec[-1] is None:
-            spec.pop()
-        return dataclasses.replace(x, value=P(*spec))
+        spec = _entries(x.value.sharding.spec, len(x.value.shape))
+        spec[x.axis] = x.over if len(x.over) > 1 else x.over[0]
+        return dataclasses.replace(x, value=without(P(*spec), ()))
 
     return jax.tree.map(one, shapes, is_leaf=is_shard)
 

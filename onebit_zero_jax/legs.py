@@ -41,8 +41,8 @@ def reduce_dense_leaves(
     bad = [~jnp.all(jnp.abs(g) < _MAX_GRADIENT) for g in wide]
     small = [g for leaf, g in zip(layout.leaves, wide, strict=True) if not leaf.compressed]
     with jax.named_scope("dense_leaves"):
-        bad_leaves = coll.over_model_axes(jnp.stack(bad).astype(jnp.float32), axes)
-        flags, *sums = _fused_psum([bad_leaves, *small], axes, axes)
+        bad_leaves = coll.sum_over_model_axes([jnp.stack(bad).astype(jnp.float32)], axes)
+        flags, *sums = _fused_psum([*bad_leaves, *small], axes, axes)
     means = iter(sums)
     devices = coll.axis_size(axes)
     mean = [None if leaf.compressed else next(means) / devices for leaf in layout.leaves]
@@ -104,7 +104,8 @@ class Step:
         """Sums over the pieces of a leaf: every device has one of a chunked leaf."""
         axes = self.zero.axes
         with jax.named_scope("metrics"):
-            tree = jax.tree.map(lambda x: coll.over_model_axes(x, axes), tree)
+            arrays, treedef = jax.tree.flatten(tree)
+            tree = jax.tree.unflatten(treedef, coll.sum_over_model_axes(arrays, axes))
             nodes = self.layout.flatten(tree, "what leaf_sums adds up")
             pairs = zip(self.layout.leaves, nodes, strict=True)
             # Links under optax.masked leave a node without arrays at some leaves.

@@ -7,7 +7,7 @@ from typing import Any
 from onebit_zero_jax import formulas
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.formulas import Bytes, Mesh
-from onebit_zero_jax.state import Phases
+from onebit_zero_jax.phases import Phases
 
 
 def plan(

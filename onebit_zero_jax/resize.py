@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import over_model_axes, whole_shapes
+from onebit_zero_jax.layers import model_sharding, whole_shapes
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.resize_leaf import Known, convert_leaf, recut, rework
 from onebit_zero_jax.resize_side import Parts, Side
@@ -300,7 +300,7 @@ def follows_shards(name: str) -> str:
 def refuse_model_axes(params: Tree, zero: ZeroConfig) -> None:
     """Raises where a parameter is sharded over a model axis."""
     for path, x in jax.tree.leaves_with_path(params, is_leaf=is_shard):
-        cut = over_model_axes(x, zero.axes)
+        cut = model_sharding(x, zero.axes)
         if cut:
             raise NotImplementedError(
                 f"parameter {_name(path, 'params')} is sharded over model axes ({cut}): its state "

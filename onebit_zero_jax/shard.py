@@ -30,10 +30,10 @@ from onebit_zero_jax.legs import (
     reduce_dense_leaves,
     reduce_refresh,
 )
+from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.state import (
     ChunkState,
     DenseState,
-    Phases,
     Run,
     Tree,
     ZeroState,
@@ -252,11 +252,12 @@ def zero_shard(
 def _norm(zero: ZeroConfig, layout: Layout, state: ZeroState) -> jax.Array:
     """L1 norm of v / bc2 of the compressed leaves, which all devices know from the weights."""
     states = layout.flatten(state.leaves, "the optimizer state")
-    total = jnp.zeros((), jnp.float32)
-    for leaf, s in zip(layout.leaves, states, strict=True):
-        if leaf.compressed:
-            norm = leaf.size * codec.mean_variance(s.factors)
-            total = total + coll.over_model_axes(norm, zero.axes)
+    norms = [
+        leaf.size * codec.mean_variance(s.factors)
+        for leaf, s in zip(layout.leaves, states, strict=True)
+        if leaf.compressed
+    ]
+    total = sum(coll.sum_over_model_axes(norms, zero.axes), jnp.zeros((), jnp.float32))
     # Where parameters are sharded over the fast axis, weights are those of a shard.
     apart = tuple(a for a in zero.axes if a not in zero.owner_axes)
     with jax.named_scope("metrics"):

@@ -12,8 +12,7 @@ from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.codec import Factors, Packed
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import Layout, Leaf
-from onebit_zero_jax.phases import CHECKS_PER_WINDOW
-from onebit_zero_jax.phases import Phases as Phases
+from onebit_zero_jax.phases import CHECKS_PER_WINDOW, Phases
 
 Tree = Any
 

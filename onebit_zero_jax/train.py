@@ -336,10 +336,10 @@ class TrainStep:
         applied = [new.applied > old.applied for new, old in zip(zeros, before, strict=True)]
         lost = sum((s.residual for s in zeros), jnp.zeros((1, 2), jnp.float32))
         now, first = sum((_norms(s.staleness) for s in zeros), jnp.zeros(2, jnp.float32))
-        sums = [jnp.ravel(x) for x in (loss, lost, now, first)]
+        shares = jnp.concatenate([jnp.ravel(lost), jnp.stack([now, first])])
         with jax.named_scope("metrics"):
-            sums = [coll.over_model_axes(x, axes) for x in sums]
-            totals = lax.psum(jnp.concatenate(sums), axes)
+            pieces = coll.sum_over_model_axes([shares], axes)
+            totals = lax.psum(jnp.concatenate([loss[None], *pieces]), axes)
         growth = jnp.where(totals[4] > 0, totals[3] / jnp.where(totals[4] > 0, totals[4], 1.0), 1.0)
         metrics = {
             "loss": totals[0] / coll.axis_size(axes),

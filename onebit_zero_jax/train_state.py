@@ -18,9 +18,11 @@ from onebit_zero_jax.layers import (
     join,
     shard_params,
     shard_shapes,
+    without,
 )
 from onebit_zero_jax.layout import Layout, is_shard
-from onebit_zero_jax.state import WORKER_FIELDS, Phases, zero_states
+from onebit_zero_jax.phases import Phases
+from onebit_zero_jax.state import WORKER_FIELDS, zero_states
 from onebit_zero_jax.wire import known_zeros
 
 P = jax.P
@@ -72,11 +74,6 @@ def data_size(mesh: Mesh, zero: ZeroConfig) -> int:
     return math.prod(mesh.shape[axis] for axis in zero.axes)
 
 
-def model_axes(mesh: Mesh, zero: ZeroConfig) -> tuple[str, ...]:
-    """Axes of more than one device that parameters may be sharded over by the user."""
-    return tuple(a for a, n in mesh.shape.items() if a not in zero.axes and n > 1)
-
-
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """``tx``, taking the extra argument ``phase``; raises if it cannot work in a train step."""
     if isinstance(tx, optax.MultiSteps):
@@ -115,10 +112,11 @@ def _opt_specs(
     stacked along axis 0, over model axes first; the rest is replicated.
     """
     tx = with_extra_args(tx)
-    axes, model = set(zero.axes), model_axes(mesh, zero)
+    axes = set(zero.axes)
     found: list[Any] = []
 
     def spec(path: Any, before: jax.Array, after: Any) -> P:
+        model = coll.model_axes(zero.axes)
         types = (jax.typeof(before), after)
         varying = frozenset().union(*(t.manual_axis_type.varying for t in types))
         varying &= axes.union(model)
@@ -150,7 +148,7 @@ def _opt_specs(
         )(grads)
         types = [v.aval for v in program.jaxpr.outvars]
         updates, after = jax.tree.unflatten(jax.tree.structure(out), types)
-        frozen = known_zeros(program.jaxpr)
+        frozen, model = known_zeros(program.jaxpr), coll.model_axes(zero.axes)
         nodes = jax.tree.leaves_with_path(updates, is_leaf=is_shard)
         values = [jax.typeof(x) for x in jax.tree.leaves(params)]
         for (path, u), x, zero_update in zip(nodes, values, frozen, strict=False):
@@ -388,12 +386,10 @@ def full_params(state: TrainState) -> Tree:
     mesh = shards[0].sharding.mesh
 
     def whole(x: Any) -> Any:
-        value = x.value if is_shard(x) else x
-        spec = list(value.sharding.spec)
-        if is_shard(x):
-            spec[value.ndim + x.axis] = None
-        sharding = NamedSharding(mesh, P(*spec))
-        return dataclasses.replace(x, value=sharding) if is_shard(x) else sharding
+        if not is_shard(x):
+            return x.sharding
+        spec = without(x.value.sharding.spec, x.over)
+        return dataclasses.replace(x, value=NamedSharding(mesh, spec))
 
     shardings = jax.tree.map(whole, state.params, is_leaf=is_shard)
     return jax.jit(join)(jax.jit(lambda x: x, out_shardings=shardings)(state.params))

@@ -20,7 +20,8 @@ from onebit_zero_jax import (
     onebit_adamw,
     zero_shard,
 )
-from onebit_zero_jax.state import Phases, zero_states
+from onebit_zero_jax.phases import Phases
+from onebit_zero_jax.state import zero_states
 
 PHASES = ("dense", "compressed")
 

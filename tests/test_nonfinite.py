@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onebit_zero_jax import ZeroConfig, full_params, init, onebit_adamw, train_step
-from onebit_zero_jax.state import Phases
+from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.sync import assert_in_sync
 
 pytestmark = pytest.mark.usefixtures("few_optimizations")

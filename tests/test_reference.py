@@ -15,7 +15,7 @@ import reference as ref
 
 from onebit_zero_jax import ZeroConfig, onebit_adamw
 from onebit_zero_jax.layout import Shard
-from onebit_zero_jax.state import Phases
+from onebit_zero_jax.phases import Phases
 
 STEPS, WARMUP, REFRESH = 200, 20, 3
 # Float32 rounds each of the handful of operations behind a number by 2^-24 of its size at

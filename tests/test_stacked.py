@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onebit_zero_jax as ob
-from onebit_zero_jax.state import Phases
+from onebit_zero_jax.phases import Phases
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
 

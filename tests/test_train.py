@@ -23,7 +23,7 @@ from onebit_zero_jax import (
     state_shardings,
     train_step,
 )
-from onebit_zero_jax.state import Phases
+from onebit_zero_jax.phases import Phases
 
 P = jax.P
 PARTS = 2
