@@ -24,7 +24,7 @@ from onebit_zero_jax.train_state import TrainState
 
 Tree = Any
 
-_FORMAT = 1
+_FORMAT = 2
 _KEY = "onebit_zero_jax"
 
 
@@ -72,7 +72,7 @@ class Metadata:
     def from_json(cls, found: Any, where: str) -> Self:
         """Raises:
         CorruptCheckpointError: it is damaged, or not of this package.
-        ValueError: it was written by a newer version.
+        ValueError: it was written by a version of another format.
         """
         if not isinstance(found, dict) or not isinstance(found.get(_KEY), dict):
             raise CorruptCheckpointError(
@@ -86,7 +86,7 @@ class Metadata:
         if written != _FORMAT:
             raise ValueError(
                 f"{where} has format {written!r}, this version reads {_FORMAT}: it was written by "
-                f"onebit_zero_jax {body.get('version')}, use that version or a newer one."
+                f"onebit_zero_jax {body.get('version')}, use that version."
             )
         try:
             zero = dict(body["zero"])

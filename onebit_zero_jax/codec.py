@@ -1,7 +1,8 @@
 """Codes of 1 to 8 bits with block scales: arrays in, arrays out, no mesh.
 
 Values are seen as blocks of 8 rows x ``lanes`` columns (128 columns unless the
-array is small), shape ``(..., 8, lanes)``. The values of a block share one float32
+array is small), shape ``(..., 8, lanes)``; blocks of a matrix are tiles of it where
+they fit. The values of a block share one float32
 scale. Bit j of row k travels in bit k of byte plane j, so a plane is ``lanes``
 bytes and packing never crosses a vector lane. Code l of b bits stands for
 ``(2 l / (2^b - 1) - 1) scale``, so its highest bit is the sign: 1 is +.
@@ -89,21 +90,44 @@ def block_shape(size: int, parts: int = 1) -> tuple[int, int]:
     return blocks, -(-part // (blocks * ROWS))
 
 
+def is_tiled(shape: tuple[int, ...], lanes: int) -> bool:
+    """Whether blocks are tiles of an array, see :func:`to_blocks`.
+
+    Example:
+      >>> [is_tiled(s, 128) for s in ((12, 16, 256), (16, 100), (2048,))]
+      [True, False, False]
+    """
+    if lanes != LANES or len(shape) < 2 or not math.prod(shape):
+        return False
+    return shape[-2] % ROWS == 0 and shape[-1] % LANES == 0
+
+
 def to_blocks(x: jax.Array, parts: int = 1) -> jax.Array:
-    """Flattens ``x`` and pads it with zeros to ``(parts * blocks, 8, lanes)``.
+    """``x`` in blocks, padded with zeros at the end to ``(parts * blocks, 8, lanes)``.
+
+    A block of 128 lanes is a tile of 8 rows and 128 columns of the last two axes, if these
+    divide into such tiles: that is how TPUs lay out memory, so nothing moves. Any other
+    block holds consecutive values of the flattened array.
 
     Args:
       x: any shape and dtype.
       parts: see :func:`block_shape`.
 
     Returns:
-      The blocks, dtype of ``x``; row-major: value i of ``x`` is value i of the blocks.
+      The blocks, dtype of ``x``; in row-major order, tiles or values.
 
     Example:
       >>> to_blocks(jnp.arange(10.0))[0, :, 0].tolist(), to_blocks(jnp.arange(10.0)).shape
       ([0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 0.0, 0.0], (1, 8, 2))
+      >>> to_blocks(jnp.arange(16.0 * 256).reshape(16, 256))[:, 0, 0].tolist()
+      [0.0, 128.0, 2048.0, 2176.0]
     """
     blocks, lanes = block_shape(x.size, parts)
+    if is_tiled(x.shape, lanes):
+        rows, cols = x.shape[-2:]
+        tiles = x.reshape(-1, rows // ROWS, ROWS, cols // LANES, LANES)
+        tiles = jnp.swapaxes(tiles, 2, 3).reshape(-1, ROWS, LANES)
+        return jnp.pad(tiles, ((0, parts * blocks - len(tiles)), (0, 0), (0, 0)))
     flat = jnp.ravel(x)
     padding = parts * blocks * ROWS * lanes - x.size
     if padding:
@@ -125,6 +149,11 @@ def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       >>> from_blocks(to_blocks(jnp.arange(6).reshape(2, 3)), (2, 3)).tolist()
       [[0, 1, 2], [3, 4, 5]]
     """
+    if is_tiled(shape, blocks.shape[-1]):
+        rows, cols = shape[-2:]
+        tiles = blocks[: math.prod(shape) // BLOCK]
+        tiles = tiles.reshape(-1, rows // ROWS, cols // LANES, ROWS, LANES)
+        return jnp.swapaxes(tiles, 2, 3).reshape(shape)
     return blocks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 

@@ -97,7 +97,8 @@ def _whole(value: jax.Array, how: _How) -> jax.Array:
             # One primitive, for the sake of _keeps.
             decode = jax.custom_batching.sequential_vmap(lambda *code: codec.decode(Packed(*code)))
             decoded = decode(*coll.broadcast(code, how.over))
-            shards = decoded.reshape(parts, -1)[:, : value.size].reshape(parts, *value.shape)
+            decoded = decoded.reshape(parts, -1, *decoded.shape[1:])
+            shards = jax.vmap(lambda blocks: codec.from_blocks(blocks, value.shape))(decoded)
             shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
             whole = jnp.moveaxis(shards, 0, axis).reshape(shape)
         else:

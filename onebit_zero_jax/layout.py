@@ -66,17 +66,20 @@ def is_shard(x: Any) -> bool:
 def shard_axis(shape: tuple[int, ...], shards: int, among: Sequence[int] = ()) -> int:
     """The axis, negative, along which stage 3 cuts a leaf: the longest that pads least.
 
-    The first axis only if cutting it saves padding: it may count stacked layers.
+    The first axis only if cutting it saves padding: it may count stacked layers. Tiles
+    (:func:`codec.to_blocks`) stay whole if they can.
     ``among``: axes to choose from, negative; all by default.
 
     Example:
-      >>> [shard_axis(s, 8) for s in ((4, 64, 256), (64, 10), (12, 100))]
-      [-1, -2, -1]
+      >>> [shard_axis(s, 8) for s in ((4, 64, 256), (4, 64, 200), (64, 10), (12, 100))]
+      [-2, -1, -2, -1]
     """
+    tile = {-1: codec.LANES, -2: codec.ROWS} if codec.is_tiled(shape, codec.LANES) else {}
 
-    def cost(axis: int) -> tuple[float, bool, int]:
+    def cost(axis: int) -> tuple[float, bool, bool, int]:
         padding = -shape[axis] % shards / shape[axis]
-        return (padding if padding > 1 / 16 else 0.0, axis == -len(shape), -shape[axis])
+        torn = -(-shape[axis] // shards) % tile.get(axis, 1) > 0
+        return (padding if padding > 1 / 16 else 0.0, axis == -len(shape), torn, -shape[axis])
 
     return min(among or range(-len(shape), 0), key=cost)
 
@@ -178,8 +181,8 @@ class Layout:
         """Inverse of :meth:`to_blocks`."""
         if leaf.axis is None:
             return codec.from_blocks(blocks, leaf.shape)
-        shape = self.shard_shape(leaf)
-        chunks = blocks.reshape(self.parts, -1)[:, : math.prod(shape)].reshape(-1, *shape)
+        each = blocks.reshape(self.parts, -1, *blocks.shape[1:])
+        chunks = jax.vmap(lambda x: codec.from_blocks(x, self.shard_shape(leaf)))(each)
         return jnp.moveaxis(chunks, 0, leaf.axis).reshape(leaf.shape)
 
     def own(self, leaf: Leaf, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -201,7 +201,11 @@ def reduce_dense(
 
 
 def reduce_compressed(
-    step: Step, states: list[ChunkState], local: list[jax.Array], weights: list[jax.Array]
+    step: Step,
+    leaves: list[Leaf],
+    states: list[ChunkState],
+    local: list[jax.Array],
+    weights: list[jax.Array],
 ) -> tuple[list[ChunkState], list[Owned], jax.Array]:
     """1-bit reduce leg with worker error; v and w stay. Also returns the residual's norms."""
     zero = step.zero
@@ -223,8 +227,10 @@ def reduce_compressed(
             lambda arrays: coll.exchange(arrays, zero.slow), codes, zero.axes
         )
     owned = []
-    for k, (s, w) in enumerate(zip(states, weights, strict=True)):
-        weight = coll.own(w, zero.slow)
+    for k, (leaf, s) in enumerate(zip(leaves, states, strict=True)):
+        # Made again for the own chunk alone: a slice of w would have XLA write out all of w.
+        again = s._replace(factors=lax.optimization_barrier(s.factors))
+        weight = leaf_weight(step, leaf, again, step.own)
         m = codec.decode_mean(Packed(received[2 * k], received[2 * k + 1]), weight)
         v = s.variance if zero.stage else step.own(s.shared)
         owned.append(Owned(m, v, weight, ()))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from onebit_zero_jax import codec
@@ -31,13 +30,6 @@ class Parts(NamedTuple):
         """A mesh of the data-parallel axes, of these sizes: inverse of :meth:`of`."""
         sizes = (self.workers, self.owners // self.workers)
         return AbstractMesh(sizes[: len(zero.axes)], zero.axes)
-
-
-def reflow(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The same values in the same order: padding at the end is cut off or added."""
-    flat, size = x.reshape(-1), int(np.prod(shape))
-    flat = jnp.pad(flat, (0, size - flat.size)) if flat.size < size else flat[:size]
-    return flat.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +80,12 @@ class Side:
         return (self.blocks, codec.ROWS, self.leaf.lanes)
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def order(self) -> tuple[Any, ...]:
         """Equal where the same values stand in the same blocks, but for padding at the end."""
         per_piece = self.blocks // self.pieces if self.pieces > 1 else 0
-        return (self.leaf.lanes, self.axis, self.pieces, per_piece)
+        # Before it is cut a leaf divides into other tiles, or into none.
+        tiled = codec.is_tiled(self.piece, self.leaf.lanes)
+        return (self.leaf.lanes, self.axis, self.pieces, per_piece, tiled)
 
     @property
     def padded(self) -> tuple[int, ...]:
@@ -99,6 +93,13 @@ class Side:
         return tuple(
             n + -n % self.pieces if i == self.axis else n for i, n in enumerate(self.whole)
         )
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a piece."""
+        shape = list(self.padded)
+        shape[self.axis] //= self.pieces
+        return tuple(shape)
 
     @property
     def gathers_params(self) -> bool:
@@ -122,21 +123,18 @@ class Side:
 
     def cut(self, x: jax.Array) -> jax.Array:
         """A leaf as the user has it, in blocks."""
+        to_blocks = lambda x: codec.to_blocks(x, self.parts.owners // self.pieces)
         if self.pieces == 1:
-            return reflow(x, self.shape)
-        shape = (self.blocks // self.pieces, *self.shape[1:])
-        each = jax.vmap(lambda piece: reflow(piece, shape))(self._split(self.pad(x)))
-        return each.reshape(self.shape)
+            return to_blocks(x)
+        return jax.vmap(to_blocks)(self._split(self.pad(x))).reshape(self.shape)
 
     def join(self, blocks: jax.Array) -> jax.Array:
         """Inverse of :meth:`cut`."""
         if self.pieces == 1:
-            return reflow(blocks, self.whole)
-        shape = list(self.padded)
-        shape[self.axis] //= self.pieces
-        each = blocks.reshape(self.pieces, -1)[:, : math.prod(shape)]
-        pieces = jnp.moveaxis(each.reshape(self.pieces, *shape), 0, self.axis)
-        return self.unpad(pieces.reshape(self.padded))
+            return codec.from_blocks(blocks, self.whole)
+        each = blocks.reshape(self.pieces, -1, *blocks.shape[1:])
+        pieces = jax.vmap(lambda x: codec.from_blocks(x, self.piece))(each)
+        return self.unpad(jnp.moveaxis(pieces, 0, self.axis).reshape(self.padded))
 
     @property
     def weighed(self) -> tuple[Any, ...]:
@@ -157,7 +155,7 @@ class Side:
 
     def weight(self, variance: jax.Array, factors: codec.Factors) -> jax.Array:
         """w in blocks, of ``variance`` in blocks; where devices hold the whole leaf."""
-        factored = reflow(codec.weight_of(factors), self.shape)
+        factored = codec.to_blocks(codec.weight_of(factors), self.parts.owners)
         return jnp.where(variance > 0, factored, 0.0)
 
 

@@ -385,12 +385,12 @@ def _walk(
     if big and step.dense:
         exact = reduce_dense(step, leaves, chunks, blocks, previous)
         if step.gathers_params:
-            coded = reduce_compressed(step, chunks, local, weights)
+            coded = reduce_compressed(step, leaves, chunks, local, weights)
             chunks, owned, residual = reduce_refresh(step, exact, coded, residual)
         else:
             chunks, owned = exact
     elif big:
-        chunks, owned, residual = reduce_compressed(step, chunks, local, weights)
+        chunks, owned, residual = reduce_compressed(step, leaves, chunks, local, weights)
 
     # Owner's update and gather leg, or gather leg and everyone's update.
     updates: list[Any] = [None] * len(states)

@@ -74,11 +74,28 @@ class Leaf:
 
     def cut(self, x: np.ndarray) -> np.ndarray:
         out = np.zeros(self.blocks * 8 * self.lanes)
-        out[: self.size] = np.asarray(x, np.float64).ravel()
+        out[: self.size] = np.asarray(x, np.float64).ravel()[self.places()]
         return out.reshape(self.blocks, -1)
 
     def join(self, blocks: np.ndarray) -> np.ndarray:
-        return blocks.ravel()[: self.size].reshape(self.shape)
+        out = np.zeros(self.size)
+        out[self.places()] = blocks.ravel()[: self.size]
+        return out.reshape(self.shape)
+
+    def places(self) -> np.ndarray:
+        """Where in the flattened leaf each value of the blocks stands: by tiles, or in order."""
+        index = np.arange(self.size).reshape(self.shape)
+        *_, rows, cols = self.shape
+        if self.lanes < 128 or rows % 8 or cols % 128:
+            return index.ravel()
+        matrices = index.reshape(-1, rows, cols)
+        tiles = [
+            m[r : r + 8, c : c + 128].ravel()
+            for m in matrices
+            for r in range(0, rows, 8)
+            for c in range(0, cols, 128)
+        ]
+        return np.concatenate(tiles)
 
     def axes(self) -> tuple[int, int]:
         """The two largest axes, later ones first among equals."""

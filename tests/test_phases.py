@@ -183,6 +183,20 @@ def test_auto_in_a_train_step_survives_a_checkpoint(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), ends[0], ends[1])
 
 
+def test_the_norm_is_that_of_whole_leaves():
+    """At stage 3 each device knows the weights of its shard alone."""
+    zero = ob.ZeroConfig(axis_name=("slow", "fast"), stage=3)
+    tx = ob.onebit_adam(1e-3, b2=B2, zero=zero, warmup_steps="auto")
+    mesh = jax.make_mesh((2, 2), zero.axis_name, devices=jax.devices()[:4])
+    step = ob.train_step(loss_fn, tx, mesh, zero)
+    state, rng = ob.init(params_of(), tx, mesh, zero), np.random.default_rng(0)
+    scale = np.linspace(1, 3, 16)  # along both axes, so that shards differ
+    draw = lambda rng: np.float32(signs_of(rng) * scale * scale[:, None])
+    state, _ = train(step, state, CHECK_EVERY, rng, draw)
+    v = np.asarray(state.opt_state.leaves["w"].variance) / (1 - B2**CHECK_EVERY)
+    assert float(state.opt_state.norms[-1]) == pytest.approx(v.sum(), rel=1e-4)
+
+
 def test_hosts_read_only_every_16_steps(monkeypatch):
     from onebit_zero_jax import train as module
 

@@ -33,7 +33,7 @@ B2 = 0.96875
 DECAY, EPS = 0.05, 1e-6
 SHAPES = {
     "bias": (7,),
-    "bf16": (32, 128),  # whole blocks on 4 devices; the others are padded
+    "bf16": (32, 256),  # tiles on 4 devices; the others are padded
     "dead": (130, 64),
     "empty": (0, 3),
     "scalar": (),

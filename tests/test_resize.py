@@ -108,6 +108,8 @@ def seen(state):
         assert isinstance(s, ChunkState) == leaf.compressed
 
         def whole(x, n=leaf.size, shape=leaf.shape):
+            if np.ndim(x) == 3:
+                x = codec.from_blocks(x, shape)
             return np.asarray(x, np.float64).reshape(-1)[:n].reshape(shape)
 
         out = {"y": whole(state.params[key])}
@@ -118,8 +120,9 @@ def seen(state):
             continue
 
         def workers(x, leaf=leaf):
-            x = np.asarray(codec.load(x), np.float64).reshape(slow, -1)[:, : leaf.size]
-            return x.reshape(slow, *leaf.shape)
+            x = codec.load(x)
+            x = x.reshape(slow, -1, *x.shape[1:])
+            return np.array([codec.from_blocks(each, leaf.shape) for each in x], np.float64)
 
         v = s.variance if zero.stage else s.shared
         w = codec.weight_of(s.factors)
