@@ -70,6 +70,7 @@ def devices_of(target: str, slices: int = 1) -> np.ndarray:
     # No chip is asked about, and none is taken from another process.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         if tpu:
             topology = topologies.get_topology_desc(tpu[1], platform="tpu", num_slices=slices)
