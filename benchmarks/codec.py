@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from onebit_zero_jax import codec
-from onebit_zero_jax.codec import Factors, Packed
+from onebit_zero_jax import codec, weighting
+from onebit_zero_jax.codec import Packed
+from onebit_zero_jax.weighting import Factors
 
 M = 2**20
 COLUMNS = 4096
@@ -57,7 +58,7 @@ def encode(bits: int) -> Callable[..., Any]:
 
 
 def encode_weighted(x: jax.Array, e: jax.Array, row: jax.Array, col: jax.Array) -> Any:
-    weight = codec.to_blocks(codec.weight_of(Factors(row, col)))
+    weight = codec.to_blocks(weighting.weight_of(Factors(row, col)))
     return codec.encode(x, e, weight=weight)
 
 

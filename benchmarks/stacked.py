@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from tasks import Task
 
 import onebit_zero_jax as ob
-from onebit_zero_jax import codec, legs, shard
+from onebit_zero_jax import codec, legs, shard, weighting
 from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import state_specs
@@ -80,9 +80,9 @@ def _restart(step: Any, dense: Any, coded: Any, residual: Any) -> Any:
     return *dense, residual
 
 
-def _unweighted(row: jax.Array, col: jax.Array, shape: tuple[int, ...]) -> codec.Factors:
+def _unweighted(row: jax.Array, col: jax.Array, shape: tuple[int, ...]) -> weighting.Factors:
     factors = WEIGHT_FACTORS(row, col, shape)
-    return codec.Factors(*(jnp.ones_like(f) for f in factors))
+    return weighting.Factors(*(jnp.ones_like(f) for f in factors))
 
 
 def _narrow(size: int, parts: int = 1) -> tuple[int, int]:
@@ -94,9 +94,9 @@ def _one_block(size: int, parts: int = 1) -> tuple[int, int]:
     return 1, -(-size // (parts * codec.ROWS))
 
 
-WEIGHT_FACTORS = codec.weight_factors
+WEIGHT_FACTORS = weighting.weight_factors
 # Without weights nothing bounds a step from below but eps, as in the published method.
-_NO_WEIGHT = ((codec, "weight_factors", _unweighted), (legs, "RMS_FLOOR", 0.0))
+_NO_WEIGHT = ((weighting, "weight_factors", _unweighted), (legs, "RMS_FLOOR", 0.0))
 ABLATIONS: dict[str | None, tuple[tuple[Any, str, Any], ...]] = {
     None: (),
     "refresh restarts M": ((shard, "reduce_refresh", _restart),),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, storage, weighting
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import model_sharding
 from onebit_zero_jax.layout import is_shard
@@ -207,7 +207,7 @@ def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> T
         """An array, a code of several, or None."""
         if path in left:
             return left.pop(path)
-        for kind in (codec.Int8, codec.Packed, codec.Factors, Log8):
+        for kind in (storage.Int8, codec.Packed, weighting.Factors, Log8):
             if f"{path}.{kind._fields[0]}" in left:
                 return kind(*(take(f"{path}.{f}") for f in kind._fields))
         return None

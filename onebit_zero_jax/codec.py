@@ -26,14 +26,10 @@ LANES = 128
 BLOCK = ROWS * LANES
 # Above this waste a small array gets narrower blocks instead of more padding.
 _MAX_PADDING = 1 / 16
-# Weights above this are clipped: the square of a gradient below 1e-18 underflows.
-_MAX_WEIGHT = 1e18
-_INT8_ROWS = 2
-_LOG_LEVELS_PER_OCTAVE = 4
 # Decoding unrolls over this many senders, then loops: more streams at once are slower.
 _UNROLL = 8
 # Weights and scales below the smallest normal float32 count as 0: 1 / x must be finite.
-_TINY = float(jnp.finfo(jnp.float32).tiny)
+TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Packed(NamedTuple):
@@ -46,18 +42,6 @@ class Packed(NamedTuple):
 
     planes: jax.Array
     scale: jax.Array
-
-
-class Factors(NamedTuple):
-    """A weight as an outer product, ``weight = row * col`` by broadcasting.
-
-    Attributes:
-      row: float32, the leaf's shape with its column axis of size 1.
-      col: float32, the leaf's shape with its row axis of size 1.
-    """
-
-    row: jax.Array
-    col: jax.Array
 
 
 # ---------------------------------------------------------------- blocks
@@ -226,7 +210,7 @@ def _reduce_blocks(
     return [jnp.expand_dims(result, (-2, -1)) for result in results]
 
 
-def _max_abs(x: jax.Array) -> jax.Array:
+def max_abs(x: jax.Array) -> jax.Array:
     """max |x| over the last two axes, kept as 1."""
     high, low = _reduce_blocks((x, x), (lax.max, lax.min))
     return jnp.maximum(high, -low)
@@ -239,7 +223,7 @@ def inverse(weight: jax.Array) -> jax.Array:
       >>> inverse(jnp.array([4.0, 0.0])).tolist()
       [0.25, 0.0]
     """
-    alive = weight >= _TINY
+    alive = weight >= TINY
     return jnp.where(alive, 1.0 / jnp.where(alive, weight, 1.0), 0.0)
 
 
@@ -289,7 +273,7 @@ def encode(
     u = c if weight is None else c * weight
     positive = c >= 0
     if bits > 1:
-        scale = _max_abs(u)
+        scale = max_abs(u)
         # Of the levels of its sign, counted from 0.
         level = jnp.floor((jnp.abs(u) * inverse(scale)) * ((2**bits - 1) / 2))
         half = 2 ** (bits - 1)
@@ -300,7 +284,7 @@ def encode(
         if weight is None:
             scale = jnp.mean(jnp.abs(u), axis=(-2, -1), keepdims=True)
         else:
-            alive = (weight >= _TINY).astype(jnp.float32)
+            alive = (weight >= TINY).astype(jnp.float32)
             size = jnp.abs(u) if limit == math.inf else jnp.minimum(jnp.abs(u), limit)
             total, count = _reduce_blocks((size, alive), (lax.add, lax.add))
             scale = total / jnp.maximum(count, 1.0)
@@ -309,7 +293,7 @@ def encode(
     # Planes first: then the error can take the memory of c.
     code = lax.optimization_barrier(Packed(planes, scale))
     new_error = c - _decode(positive, level, bits, code.scale, weight)
-    return code, new_error if weight is None else jnp.where(weight >= _TINY, new_error, 0.0)
+    return code, new_error if weight is None else jnp.where(weight >= TINY, new_error, 0.0)
 
 
 def _decode(
@@ -394,242 +378,3 @@ def decode_mean(code: Packed, weight: jax.Array | None = None) -> jax.Array:
     if senders > unrolled:
         total = lax.fori_loop(0, (senders - unrolled) // _UNROLL, add, total)
     return total if weight is None else total * inverse(weight)
-
-
-# ---------------------------------------------------------------- weights
-
-
-def factored_axes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The (row, column) axes of a leaf seen as matrices: its two largest axes.
-
-    Equal sizes go to the later axes, every other axis stacks independent matrices
-    (optax's rule for Adafactor). So stacked layers ``(layers, in, out)``, convolutions
-    ``(h, w, in, out)`` and head axes ``(embed, heads, head_dim)`` factor as one expects.
-
-    Args:
-      shape: shape of the leaf.
-
-    Returns:
-      Two axes, the row axis before the column axis.
-
-    Raises:
-      ValueError: the leaf has fewer than two axes.
-
-    Example:
-      >>> [factored_axes(s) for s in ((24, 512, 2048), (3, 3, 64, 128), (512, 8, 64))]
-      [(1, 2), (2, 3), (0, 2)]
-
-    Source: Adafactor (Shazeer and Stern 2018).
-    """
-    if len(shape) < 2:
-        raise ValueError(f"a leaf of shape {shape} has no rows and columns")
-    order = sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))
-    row, col = sorted(order[-2:])
-    return row, col
-
-
-def mean_factors(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row and column means of ``v``, each with the other axis kept as 1.
-
-    Args:
-      v: float32, a leaf of two axes or more.
-
-    Returns:
-      ``R_i``, the shape of ``v`` with its column axis of size 1, and ``C_j``, with its
-      row axis of size 1.
-
-    Raises:
-      ValueError: the leaf has fewer than two axes.
-
-    Example:
-      >>> row, col = mean_factors(jnp.array([[1.0, 3.0], [5.0, 7.0]]))
-      >>> row.tolist(), col.tolist()
-      ([[2.0], [6.0]], [[3.0, 5.0]])
-
-    Source: Adafactor (Shazeer and Stern 2018).
-    """
-    # Divided before they are summed: the sum of squares of 1e18 would overflow.
-    row, col = (
-        jnp.sum(v * (1 / max(1, v.shape[axis])), axis=axis, keepdims=True)
-        for axis in reversed(factored_axes(v.shape))
-    )
-    return row, col
-
-
-def weight_factors(row_mean: jax.Array, col_mean: jax.Array, shape: tuple[int, ...]) -> Factors:
-    r"""Factors of the variance-shaped weight, ``w_ij = (R_i C_j / mean R)^(-1/2)``.
-
-    Args:
-      row_mean: float32, the first of :func:`mean_factors` of the variance.
-      col_mean: float32, the second.
-      shape: shape of the leaf.
-
-    Returns:
-      Factors whose product is w. A factor is 0 where its mean is 0 (or below the
-      smallest normal float32) or not finite; such means count as 0 in ``mean R``.
-
-    Raises:
-      ValueError: the leaf has fewer than two axes.
-
-    Example:
-      >>> v = jnp.outer(jnp.array([4.0, 16.0, 0.0]), jnp.array([1.0, 4.0]))
-      >>> jnp.round(weight_of(weight_factors(*mean_factors(v), v.shape)), 4).tolist()
-      [[0.5, 0.25], [0.25, 0.125], [0.0, 0.0]]
-
-    Source: the variance of Adafactor (Shazeer and Stern 2018) as a weight of the codec.
-    """
-    row_axis, _ = factored_axes(shape)
-
-    def alive(mean: jax.Array) -> jax.Array:
-        return (mean >= _TINY) & jnp.isfinite(mean)
-
-    def rsqrt(mean: jax.Array) -> jax.Array:
-        return jnp.where(alive(mean), lax.rsqrt(jnp.where(alive(mean), mean, 1.0)), 0.0)
-
-    # The sum of the row means may overflow where their mean does not.
-    rows = jnp.where(alive(row_mean), row_mean, 0.0)
-    peak = jnp.max(rows, axis=row_axis, keepdims=True, initial=0.0)
-    mean = peak * jnp.mean(rows * inverse(peak), axis=row_axis, keepdims=True)
-    return Factors(rsqrt(row_mean), rsqrt(col_mean) * jnp.sqrt(mean))
-
-
-def mean_variance(factors: Factors) -> jax.Array:
-    r"""Mean of the variance that factors came from, ``mean_i R_i``.
-
-    Args:
-      factors: from :func:`weight_factors`.
-
-    Returns:
-      float32 scalar.
-
-    Example:
-      >>> v = jnp.outer(jnp.array([4.0, 16.0, 0.0]), jnp.array([1.0, 4.0]))
-      >>> factors = weight_factors(*mean_factors(v), v.shape)
-      >>> [round(x.item(), 3) for x in (mean_variance(factors), jnp.mean(v))]
-      [16.667, 16.667]
-    """
-    row = factors.row
-    means = jnp.where(row > 0, 1 / jnp.square(jnp.where(row > 0, row, 1.0)), 0.0)
-    return jnp.mean(means) if means.size else jnp.zeros((), jnp.float32)
-
-
-def weight_of(factors: Factors) -> jax.Array:
-    """The weight of a leaf: the product of its factors, 1e18 at most.
-
-    Args:
-      factors: float32, see :class:`Factors`.
-
-    Returns:
-      float32 of the leaf's shape.
-
-    Example:
-      >>> weight_of(Factors(jnp.array([[1.0], [2.0]]), jnp.array([[3.0, 4.0]]))).tolist()
-      [[3.0, 4.0], [6.0, 8.0]]
-    """
-    return jnp.minimum(factors.row * factors.col, _MAX_WEIGHT)
-
-
-# ---------------------------------------------------------------- storage
-
-
-class Int8(NamedTuple):
-    """Blocks stored in int8 with one float32 scale per two rows (256 values at most).
-
-    Attributes:
-      values: int8 ``(..., 8, lanes)``.
-      scale: float32 ``(..., 4, 1)``, the value of one step.
-    """
-
-    values: jax.Array
-    scale: jax.Array
-
-
-def store(blocks: jax.Array, dtype: str) -> jax.Array | Int8:
-    """Stores float32 blocks in ``dtype``.
-
-    What is lost each time: nothing in ``"float32"``; at most ``2^-8 |x|`` (half a unit
-    in the last of 8 significant bits) in ``"bfloat16"``; at most ``max|x| / 254``, half
-    a step, over the two rows that share a scale in ``"int8"``, where rows whose maximum
-    is below 1e-35 may be lost.
-
-    Args:
-      blocks: float32 ``(..., 8, lanes)``.
-      dtype: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
-
-    Returns:
-      An array of that dtype, or :class:`Int8`.
-
-    Example:
-      >>> stored = store(jnp.array([[1.0], [-127.0]] * 4), "int8")
-      >>> stored.values[:2, 0].tolist(), stored.scale[:, 0].tolist()
-      ([1, -127], [1.0, 1.0, 1.0, 1.0])
-    """
-    if dtype != "int8":
-        return blocks.astype(jnp.dtype(dtype))
-    *lead, rows, lanes = blocks.shape
-    groups = blocks.reshape(*lead, rows // _INT8_ROWS, _INT8_ROWS, lanes)
-    scale = _max_abs(groups) * (1 / 127)
-    unit = groups / jnp.where(scale > 0, scale, 1.0)
-    values = jnp.clip(jnp.round(unit), -127.0, 127.0).astype(jnp.int8)
-    return Int8(values.reshape(blocks.shape), scale[..., 0])
-
-
-def load(stored: jax.Array | Int8) -> jax.Array:
-    """Inverse of :func:`store`.
-
-    Args:
-      stored: what :func:`store` returned.
-
-    Returns:
-      float32 ``(..., 8, lanes)``.
-
-    Example:
-      >>> load(store(jnp.array([[0.1], [-127.0]] * 4), "int8"))[:2, 0].tolist()
-      [0.0, -127.0]
-    """
-    if not isinstance(stored, Int8):
-        return stored.astype(jnp.float32)
-    *lead, rows, lanes = stored.values.shape
-    groups = stored.values.astype(jnp.float32).reshape(*lead, -1, _INT8_ROWS, lanes)
-    return (groups * stored.scale[..., None]).reshape(*lead, rows, lanes)
-
-
-def encode_log(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """8-bit logarithmic code of blocks >= 0: 4 levels an octave below the block's maximum.
-
-    Exact zeros stay zero. Others are within a factor 2^(1/8) of the input down to
-    2^-63 of the maximum; what is smaller still comes back as 2^-63.5 of the maximum.
-
-    Args:
-      x: float32 ``(..., 8, lanes)``, >= 0.
-
-    Returns:
-      uint8 codes of the shape of ``x`` and float32 maxima ``(..., 1, 1)``.
-
-    Example:
-      >>> code, top = encode_log(jnp.array([[8.0], [4.0], [0.0], [2.0]] * 2))
-      >>> code[:4, 0].tolist(), top.tolist()
-      ([255, 251, 0, 247], [[8.0]])
-    """
-    top = jnp.max(x, axis=(-2, -1), keepdims=True, initial=0.0)
-    ratio = x / jnp.where(top > 0, top, 1.0)
-    level = 255.0 + jnp.round(_LOG_LEVELS_PER_OCTAVE * jnp.log2(jnp.where(x > 0, ratio, 1.0)))
-    return jnp.where(x > 0, jnp.clip(level, 1.0, 255.0), 0.0).astype(jnp.uint8), top
-
-
-def decode_log(code: jax.Array, top: jax.Array) -> jax.Array:
-    """Inverse of :func:`encode_log`.
-
-    Args:
-      code: uint8 ``(..., 8, lanes)``.
-      top: float32 ``(..., 1, 1)``.
-
-    Returns:
-      float32 ``(..., 8, lanes)``.
-
-    Example:
-      >>> decode_log(jnp.array([[255], [251], [0]], jnp.uint8), jnp.array([[8.0]])).tolist()
-      [[8.0], [4.0], [0.0]]
-    """
-    octaves = (code.astype(jnp.float32) - 255.0) * (1 / _LOG_LEVELS_PER_OCTAVE)
-    return jnp.where(code > 0, top * jnp.exp2(octaves), 0.0)

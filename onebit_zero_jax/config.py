@@ -53,7 +53,7 @@ class ZeroConfig:
       layer_bits: stage 3 only, bits of a value when layers are gathered: 16 (bfloat16), 8
         (codes with block scales), or None for the dtype that the loss computes in.
       error_dtype: storage of the worker and server errors: ``"float32"`` (loses
-        nothing), ``"bfloat16"`` or ``"int8"``; bounds in :func:`codec.store`.
+        nothing), ``"bfloat16"`` or ``"int8"``; bounds in :func:`storage.store`.
       momentum_dtype: storage of the local momentum of ``gather="params"``:
         ``"float32"`` or ``"bfloat16"``.
 

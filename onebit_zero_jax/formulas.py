@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, weighting
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.adam import onebit_adamw
 from onebit_zero_jax.clip import SKETCH_SIZE
@@ -153,7 +153,7 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
             layers["fast"] += piece * (f - 1) * (s if mesh.flat else 1)
         if dense:
             shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-            means = jax.eval_shape(codec.mean_factors, shape)
+            means = jax.eval_shape(weighting.mean_factors, shape)
             weights += 4 * sum(math.prod(m.shape) for m in means)
     reduce_slow += (s - 1) * coll.buffer_bytes(codes)
     gathered = coll.buffer_bytes(gathered)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, storage, weighting
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.codec import Packed
 from onebit_zero_jax.config import ZeroConfig
@@ -134,7 +134,7 @@ def leaf_weight(
     step: Step, leaf: Leaf, s: ChunkState, part: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
     """w of a part of a leaf in blocks; 0 on padding and wherever v is 0."""
-    factored = step.layout.to_blocks(leaf, codec.weight_of(s.factors))
+    factored = step.layout.to_blocks(leaf, weighting.weight_of(s.factors))
     return jnp.where(_seen(step, jax.tree.map(part, s.shared)), part(factored), 0.0)
 
 
@@ -181,20 +181,20 @@ def reduce_dense(
         v = step.b2 * v + (1 - step.b2) * jnp.square(g)
         moments.append((m, v))
         whole = layout.from_blocks(leaf, coll.place(v / step.bc2, zero.owner_axes))
-        means.extend(codec.mean_factors(whole))
+        means.extend(weighting.mean_factors(whole))
     with jax.named_scope("weights"):
         means = _fused_psum(means, zero.owner_axes, zero.axes)
     new_states, owned = [], []
     for k, (leaf, s, (m, v)) in enumerate(zip(leaves, states, moments, strict=True)):
-        factors = codec.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
-        factored = layout.to_blocks(leaf, codec.weight_of(factors))
+        factors = weighting.weight_factors(means[2 * k], means[2 * k + 1], leaf.shape)
+        factored = layout.to_blocks(leaf, weighting.weight_of(factors))
         weight = jnp.where(v > 0, step.own(factored), 0.0)
         if not zero.stage:
             news: tuple[jax.Array, ...] = (v,)
         elif step.gathers_params:
             news = (codec.pack_bits(v > 0),)
         else:
-            news = codec.encode_log(jnp.sqrt(v / step.bc2))
+            news = storage.encode_log(jnp.sqrt(v / step.bc2))
         new_states.append(s._replace(factors=factors, variance=v if zero.stage else None))
         owned.append(Owned(m, v, weight, news))
     return new_states, owned
@@ -213,13 +213,13 @@ def reduce_compressed(
     codes: list[jax.Array] = []
     norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes + coll.model_axes(zero.axes))
     for s, m, w in zip(states, local, weights, strict=True):
-        e = None if s.worker_error is None else codec.load(s.worker_error)
+        e = None if s.worker_error is None else storage.load(s.worker_error)
         code, new_e = codec.encode(m, e, bits=1, weight=w, limit=OUTLIER)
         c = m if e is None else m + e
         lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square(c * w))
         norms = norms + coll.share(m, zero.axes) * jnp.stack([lost, had])[None]
         if e is not None:
-            s = s._replace(worker_error=codec.store(new_e, zero.error_dtype))
+            s = s._replace(worker_error=storage.store(new_e, zero.error_dtype))
         new_states.append(s)
         codes.extend(code)
     with jax.named_scope("reduce_leg"):
@@ -274,10 +274,10 @@ def gather_momentum(step: Step, states: list[ChunkState], owned: list[Owned]) ->
     """Gather leg of Q(M + E), with server error; everyone keeps the codes as its momentum."""
     sent, errors = [], []
     for s, o in zip(states, owned, strict=True):
-        e = codec.load(s.server_error)
+        e = storage.load(s.server_error)
         bits = int(step.zero.bits)
         code, new_e = codec.encode(o.momentum, e, bits=bits, weight=o.weight, limit=OUTLIER)
-        errors.append(codec.store(new_e, step.zero.error_dtype))
+        errors.append(storage.store(new_e, step.zero.error_dtype))
         sent.append((*code, *o.news))
     got = _broadcast(step, sent)
     return [

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, storage, weighting
 from onebit_zero_jax.resize_side import Side
 from onebit_zero_jax.state import ChunkState, DenseState, Log8
 
@@ -91,7 +91,7 @@ class _Whole(NamedTuple):
     error: jax.Array
     server: jax.Array
     master: jax.Array
-    factors: codec.Factors | None
+    factors: weighting.Factors | None
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def _open(side: Side, s: ChunkState | DenseState, y: jax.Array, known: Known) ->
         return _Whole(s.momentum, s.momentum, v, local, error, nothing, master, None)
 
     def each(stored: Any) -> jax.Array:
-        return jax.vmap(side.join)(codec.load(stored).reshape(workers, *side.shape))
+        return jax.vmap(side.join)(storage.load(stored).reshape(workers, *side.shape))
 
     v = s.variance if side.zero.stage else s.shared
     nothing = jnp.zeros(shape, jnp.float32)
@@ -128,7 +128,7 @@ def _open(side: Side, s: ChunkState | DenseState, y: jax.Array, known: Known) ->
     else:
         momentum = side.join(codec.decode(s.momentum, side.weight(v, s.factors)))
         local, own, master = jnp.broadcast_to(momentum, (workers, *shape)), momentum, y
-        server = side.join(codec.load(s.server_error))
+        server = side.join(storage.load(s.server_error))
     return _Whole(momentum, own, side.join(v), local, error, server, master, s.factors)
 
 
@@ -169,7 +169,7 @@ def _to_chunk(
         ):
             return _recount(stored, new.blocks, workers)
         x = jax.vmap(new.cut)(rework(x, workers))
-        return codec.store(x.reshape(-1, *new.shape[1:]), dtype)
+        return storage.store(x.reshape(-1, *new.shape[1:]), dtype)
 
     # Moving the server error to all workers leaves mean e + E as it was.
     moved = whole.server if new.gathers_params and not old.gathers_params else None
@@ -197,7 +197,7 @@ def _to_chunk(
             state = state._replace(shared=_recount(shared, new.blocks))
         else:
             root = jnp.sqrt(_ratio(v, jnp.broadcast_to(known.bc2, v.shape)))
-            state = state._replace(shared=Log8(*codec.encode_log(root)))
+            state = state._replace(shared=Log8(*storage.encode_log(root)))
     if new.gathers_params:
         stored = chunk.worker_momentum if chunk is not None and old.gathers_params else None
         dtypes = zero.momentum_dtype, old.zero.momentum_dtype
@@ -220,7 +220,7 @@ def _to_chunk(
         momentum = new.cut(whole.momentum)
         codes, lost = codec.encode(momentum, bits=int(zero.bits), weight=weight)
         server = server + known.b1 * lost
-    return state._replace(momentum=codes, server_error=codec.store(server, zero.error_dtype))
+    return state._replace(momentum=codes, server_error=storage.store(server, zero.error_dtype))
 
 
 def recut(old: Side, new: Side, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

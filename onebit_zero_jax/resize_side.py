@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, weighting
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import device_shapes, shard_shapes, whole_shapes
 from onebit_zero_jax.layout import Layout, Leaf, is_shard
@@ -141,11 +141,11 @@ class Side:
         """Equal where factors of the weight are of the same rows and columns."""
         return self.leaf.shape, self.leaf.shape == self.padded or (self.axis, self.pieces)
 
-    def factors(self, mean_square: jax.Array) -> codec.Factors:
+    def factors(self, mean_square: jax.Array) -> weighting.Factors:
         """Factors of the weight, from v / bc2 in the user's shape; stacked if pieces have own."""
 
-        def of(v: jax.Array) -> codec.Factors:
-            return codec.weight_factors(*codec.mean_factors(v), self.leaf.shape)
+        def of(v: jax.Array) -> weighting.Factors:
+            return weighting.weight_factors(*weighting.mean_factors(v), self.leaf.shape)
 
         v = self.pad(mean_square)
         if self.leaf.shape == self.padded:
@@ -153,9 +153,9 @@ class Side:
         stacked = jax.vmap(of)(self._split(v))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
 
-    def weight(self, variance: jax.Array, factors: codec.Factors) -> jax.Array:
+    def weight(self, variance: jax.Array, factors: weighting.Factors) -> jax.Array:
         """w in blocks, of ``variance`` in blocks; where devices hold the whole leaf."""
-        factored = codec.to_blocks(codec.weight_of(factors), self.parts.owners)
+        factored = codec.to_blocks(weighting.weight_of(factors), self.parts.owners)
         return jnp.where(variance > 0, factored, 0.0)
 
 

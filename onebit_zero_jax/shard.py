@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, storage, weighting
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.config import ZeroConfig, check_decay, check_number
 from onebit_zero_jax.layout import Layout
@@ -253,7 +253,7 @@ def _norm(zero: ZeroConfig, layout: Layout, state: ZeroState) -> jax.Array:
     """L1 norm of v / bc2 of the compressed leaves, which all devices know from the weights."""
     states = layout.flatten(state.leaves, "the optimizer state")
     norms = [
-        leaf.size * codec.mean_variance(s.factors)
+        leaf.size * weighting.mean_variance(s.factors)
         for leaf, s in zip(layout.leaves, states, strict=True)
         if leaf.compressed
     ]
@@ -368,7 +368,7 @@ def _walk(
         leaf_weight(step, leaf, s, step.super_chunk) for leaf, s in zip(leaves, chunks, strict=True)
     ]
     if step.gathers_params:
-        previous = [codec.load(s.worker_momentum) for s in chunks]
+        previous = [storage.load(s.worker_momentum) for s in chunks]
     else:
         previous = [
             codec.decode(jax.tree.map(step.super_chunk, s.momentum), w)
@@ -397,7 +397,7 @@ def _walk(
     if step.gathers_params:
         chunks = [
             s._replace(
-                worker_momentum=codec.store(step.kept(prev, m), zero.momentum_dtype),
+                worker_momentum=storage.store(step.kept(prev, m), zero.momentum_dtype),
                 momentum=step.kept(s.momentum, o.momentum),
             )
             for s, prev, m, o in zip(chunks, previous, local, owned, strict=True)
@@ -412,7 +412,7 @@ def _walk(
         for i, leaf, s in zip(big, leaves, chunks, strict=True):
             w = leaf_weight(step, leaf, s, lambda x: x)
             whole = codec.decode(s.momentum, w) / step.bc1
-            root = codec.decode_log(*s.shared) if zero.stage else jnp.sqrt(s.shared / step.bc2)
+            root = storage.decode_log(*s.shared) if zero.stage else jnp.sqrt(s.shared / step.bc2)
             root = jnp.maximum(root, step.floor * codec.inverse(w))
             first[i] = layout.from_blocks(leaf, whole)
             rms[i] = layout.from_blocks(leaf, root)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from onebit_zero_jax import codec
+from onebit_zero_jax import codec, storage, weighting
 from onebit_zero_jax import collectives as coll
-from onebit_zero_jax.codec import Factors, Packed
+from onebit_zero_jax.codec import Packed
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import Layout, Leaf
 from onebit_zero_jax.phases import CHECKS_PER_WINDOW, Phases
+from onebit_zero_jax.weighting import Factors
 
 Tree = Any
 
@@ -35,7 +36,7 @@ class Run:
 
 
 class Log8(NamedTuple):
-    """sqrt(v / bc2) of a whole leaf in 8 bits, see :func:`codec.encode_log`."""
+    """sqrt(v / bc2) of a whole leaf in 8 bits, see :func:`storage.encode_log`."""
 
     levels: jax.Array
     top: jax.Array
@@ -136,7 +137,7 @@ def init_state(
     def zeros(x: jax.Array, leaf: Leaf, blocks: int, dtype: str = "float32") -> Any:
         names = axes + coll.model_axes_of(x, axes)
         shape = jax.ShapeDtypeStruct((blocks, codec.ROWS, leaf.lanes), jnp.float32)
-        stored = jax.eval_shape(lambda x: codec.store(x, dtype), shape)
+        stored = jax.eval_shape(lambda x: storage.store(x, dtype), shape)
         return jax.tree.map(lambda s: coll.vary(jnp.zeros(s.shape, s.dtype), names), stored)
 
     def leaf_state(leaf: Leaf, x: jax.Array) -> ChunkState | DenseState:
@@ -151,7 +152,9 @@ def init_state(
             shared = jnp.zeros((whole, leaf.lanes), jnp.uint8)
         else:
             shared = Log8(jnp.zeros((whole, codec.ROWS, leaf.lanes), jnp.uint8), scale)
-        means = jax.eval_shape(codec.mean_factors, jax.ShapeDtypeStruct(leaf.shape, jnp.float32))
+        means = jax.eval_shape(
+            weighting.mean_factors, jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+        )
         state = ChunkState(
             worker_momentum=None,
             worker_error=None,

@@ -1,6 +1,5 @@
 """A compiled train step on a mesh, one program per phase, and evaluation."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
@@ -19,6 +18,7 @@ from onebit_zero_jax.clip import global_norm
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import shard_specs, without
 from onebit_zero_jax.layout import is_shard
+from onebit_zero_jax.loss import Loss
 from onebit_zero_jax.phases import CHECK_EVERY, NOTICE, Phases
 from onebit_zero_jax.shard import Phase
 from onebit_zero_jax.state import zero_states
@@ -48,115 +48,12 @@ def _mean_over(tree: Tree, axes: coll.AxisName) -> Tree:
         return jax.tree.map(reduce, tree)
 
 
-class _Loss:
-    """A user's loss in one calling convention: (params, model_state, batch, rng)."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        has_aux: bool,
-        with_rng: bool,
-        has_model_state: bool,
-        compute_dtype: Any,
-    ) -> None:
-        if not callable(loss_fn):
-            raise ValueError(f"loss_fn must be callable, got {loss_fn!r}.")
-        self.loss_fn, self.has_aux, self.with_rng = loss_fn, has_aux, with_rng
-        self.has_model_state = has_model_state
-        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-        # Whether layers gather their own shards; known once the loss has been traced.
-        self.layered = False
-
-    def __call__(
-        self, params: Tree, model_state: Tree, batch: Tree, rng: Any
-    ) -> tuple[jax.Array, tuple[Tree, Tree]]:
-        """The loss by parameters from :func:`layers.wrap`."""
-        params = layers.into_loss(params, self.compute_dtype, self.layered)
-        args = (params, *([model_state] if self.has_model_state else []), batch)
-        out = self.loss_fn(*args, *([rng] if self.with_rng else []))
-        extras = int(self.has_model_state) + int(self.has_aux)
-        loss, *rest = out if extras and isinstance(out, tuple) else (out,)
-        if len(rest) == 1 and extras == 2 and isinstance(rest[0], tuple):
-            rest = list(rest[0])
-        if len(rest) != extras or not hasattr(loss, "shape") or loss.shape != ():
-            wanted = ["loss", *["model_state"] * self.has_model_state, *["aux"] * self.has_aux]
-            raise ValueError(
-                f"loss_fn must return {', '.join(wanted) if extras else 'a scalar loss'}, got "
-                f"{jax.tree.map(lambda x: getattr(x, 'shape', x), out)}; see has_aux and "
-                "has_model_state."
-            )
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise ValueError(f"the loss must be floating-point, got {loss.dtype}.")
-        state = rest.pop(0) if self.has_model_state else model_state
-        return loss.astype(jnp.float32), (state, rest[0] if rest else None)
-
-    def find_layers(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
-        """At stage 3, finds out whether the loss marks layers."""
-        if zero.stage < 3:
-            return
-
-        def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
-            return self(layers.wrap(params, zero, self.compute_dtype), model_state, batch, rng)[0]
-
-        # An error of the loss itself is raised where the step is traced.
-        with layers.marked_layers() as calls, contextlib.suppress(Exception):
-            self._trace(probe, mesh, zero.axes, *args, check_vma=False)
-        self.layered = bool(calls)
-
-    def _trace(
-        self, probe: Callable[..., Any], mesh: Mesh, axes: Any, *args: Tree, check_vma: bool = True
-    ) -> None:
-        specs = (shard_specs(args[0]), P(), P(axes), P())
-
-        def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-        shapes = [
-            jax.tree.map(lambda s, x: jax.tree.map(lambda y: shape(y, s), x), spec, arg)
-            for arg, spec in zip(args, specs, strict=True)
-        ]
-        mapped = jax.shard_map(
-            probe,
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=P(),
-            axis_names=set(axes),
-            check_vma=check_vma,
-        )
-        jax.eval_shape(mapped, *shapes)
-
-    def check_local(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
-        """Raises if the loss is already reduced over an axis (its gradient would be too)."""
-        axes = zero.axes
-        wide = {axis for axis in axes if mesh.shape[axis] > 1}
-        reduced: list[str] = []
-
-        def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
-            params = jax.tree.map(lambda x: coll.vary(x, axes), params)
-            model_state = jax.tree.map(lambda x: coll.vary(x, axes), model_state)
-            params = layers.wrap(params, zero, self.compute_dtype)
-            loss, _ = self(params, model_state, batch, rng)
-            reduced.extend(wide - jax.typeof(loss).manual_axis_type.varying)
-            return jnp.zeros(())
-
-        # Losses that do not trace with typed axes (a scan from a constant carry) run all
-        # the same: the step itself does without types.
-        with contextlib.suppress(Exception):
-            self._trace(probe, mesh, axes, *args)
-        if reduced:
-            raise ValueError(
-                f"loss_fn returns the same loss on every device of axis {reduced[0]!r}: it was "
-                "already reduced. Return the mean over the examples "
-                "of this device alone; train_step averages over devices."
-            )
-
-
 class TrainStep:
     """A compiled train step; made by :func:`train_step`. One program per phase."""
 
     def __init__(
         self,
-        loss: _Loss,
+        loss: Loss,
         tx: optax.GradientTransformation,
         mesh: Mesh,
         zero: ZeroConfig,
@@ -489,7 +386,7 @@ def train_step(
     check_mesh(mesh, zero)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be an integer of at least 1, got {accumulate!r}.")
-    loss = _Loss(loss_fn, has_aux, with_rng, has_model_state, compute_dtype)
+    loss = Loss(loss_fn, has_aux, with_rng, has_model_state, compute_dtype)
     return TrainStep(loss, tx, mesh, zero, accumulate)
 
 
@@ -524,7 +421,7 @@ def eval_step(
       8.0
     """
     check_mesh(mesh, zero)
-    loss = _Loss(loss_fn, has_aux, False, has_model_state, compute_dtype)
+    loss = Loss(loss_fn, has_aux, False, has_model_state, compute_dtype)
     axes = zero.axes
 
     @jax.jit

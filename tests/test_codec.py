@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from onebit_zero_jax import codec
-from onebit_zero_jax.codec import Factors, Packed
+from onebit_zero_jax import codec, storage, weighting
+from onebit_zero_jax.codec import Packed
+from onebit_zero_jax.weighting import Factors
 
 EPS = 2.0**-24
 SHAPES = [(), (0,), (3, 0), (5,), (7, 11), (1024,), (1025,), (3, 1000), (2, 4, 130)]
@@ -24,10 +25,10 @@ BITS = [1, 3, 8]
 _encode = jax.jit(codec.encode, static_argnames="bits")
 decode = jax.jit(codec.decode)
 decode_mean = jax.jit(codec.decode_mean)
-store = jax.jit(codec.store, static_argnames="dtype")
-load = jax.jit(codec.load)
-encode_log = jax.jit(codec.encode_log)
-decode_log = jax.jit(codec.decode_log)
+store = jax.jit(storage.store, static_argnames="dtype")
+load = jax.jit(storage.load)
+encode_log = jax.jit(storage.encode_log)
+decode_log = jax.jit(storage.decode_log)
 
 
 def encode(x, error=None, *, bits=1, weight=None):
@@ -38,7 +39,7 @@ def encode(x, error=None, *, bits=1, weight=None):
 
 @jax.jit
 def weight_of(v):
-    return codec.weight_of(codec.weight_factors(*codec.mean_factors(v), v.shape))
+    return weighting.weight_of(weighting.weight_factors(*weighting.mean_factors(v), v.shape))
 
 
 @functools.partial(jax.jit, static_argnames="parts")
@@ -146,6 +147,17 @@ def test_blocks_hold_the_values_in_order(shape, dtype):
         assert (mask is None) == (flat.size == size)
         if mask is not None:
             assert_same(mask, (flat != 0).astype(np.float32).reshape(blocks.shape))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_blocks_are_tiles_of_a_matrix_that_divides_into_them(parts):
+    x = jnp.arange(3 * 16 * 256, dtype=jnp.float32).reshape(3, 16, 256)
+    blocks = codec.to_blocks(x, parts)
+    tiles = [m[r : r + 8, c : c + 128] for m in x for r in (0, 8) for c in (0, 128)]
+    assert_same(blocks, jnp.stack(tiles))
+    assert_same(codec.from_blocks(blocks, x.shape), x)
+    padded = codec.to_blocks(x[:2, :, :128], 3)  # 4 tiles, 3 parts of 2
+    assert padded.shape[-1] < 128 or not np.any(padded[4:])
 
 
 def test_bits_of_rows():
@@ -351,7 +363,7 @@ def _programs():
         return codec.encode(x, e, bits=bits, weight=w)
 
     def factored(bits, x, e, row, col):
-        return weighted(bits, x, e, codec.to_blocks(codec.weight_of(Factors(row, col))))
+        return weighted(bits, x, e, codec.to_blocks(weighting.weight_of(Factors(row, col))))
 
     for bits in (1, 4):
         for call, args in ((plain, (x, x)), (weighted, (x, x, x)), (factored, (x, x, row, col))):
@@ -392,18 +404,18 @@ def test_no_temporaries_of_the_size_of_the_values(program, args):
     ],
 )
 def test_rows_and_columns_are_the_two_largest_axes(shape, axes):
-    assert codec.factored_axes(shape) == axes
+    assert weighting.factored_axes(shape) == axes
 
 
 def test_vectors_have_no_factors():
     with pytest.raises(ValueError, match=r"\(5,\)"):
-        codec.factored_axes((5,))
+        weighting.factored_axes((5,))
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (3, 5, 7), (7, 2, 9)])
 def test_weight_follows_the_factored_variance(shape):
     v = np.square(random(0, shape).astype(np.float64)).astype(np.float32) + np.float32(1e-3)
-    row, col = codec.factored_axes(shape)
+    row, col = weighting.factored_axes(shape)
     r, c = f64(v).mean(col, keepdims=True), f64(v).mean(row, keepdims=True)
     np.testing.assert_allclose(
         weight_of(v), (r * c / r.mean(row, keepdims=True)) ** -0.5, rtol=64 * EPS
@@ -426,9 +438,9 @@ def test_unseen_rows_and_columns_have_weight_zero():
 def test_weight_of_extreme_variances(level):
     """Gradients of 1e18 and 1e-18, and row means whose sum overflows, not their mean."""
     row, col = np.full((64, 1), level, np.float32), np.full((1, 2), level, np.float32)
-    factors = jax.jit(codec.weight_factors, static_argnums=2)(row, col, (64, 2))
+    factors = jax.jit(weighting.weight_factors, static_argnums=2)(row, col, (64, 2))
     want = min(level**-0.5, 1e18) if level > 1.2e-38 else 0.0
-    np.testing.assert_allclose(codec.weight_of(factors), want, rtol=1e-5)
+    np.testing.assert_allclose(weighting.weight_of(factors), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -483,7 +495,7 @@ def test_int8_loses_at_most_half_a_step_of_two_rows(seed):
     x[1, 2:4] = 0
     x[2, 4:6] *= 1e-30
     stored = store(x, "int8")
-    assert isinstance(stored, codec.Int8)
+    assert isinstance(stored, storage.Int8)
     assert stored.values.dtype == jnp.int8
     assert stored.scale.shape == (3, 4, 1)
     got = load(stored)

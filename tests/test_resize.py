@@ -10,7 +10,16 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from onebit_zero_jax import ZeroConfig, abstract_state, codec, init, onebit_adamw, train_step
+from onebit_zero_jax import (
+    ZeroConfig,
+    abstract_state,
+    codec,
+    init,
+    onebit_adamw,
+    storage,
+    train_step,
+    weighting,
+)
 from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.resize import resize
 from onebit_zero_jax.resize_leaf import rework
@@ -120,12 +129,12 @@ def seen(state):
             continue
 
         def workers(x, leaf=leaf):
-            x = codec.load(x)
+            x = storage.load(x)
             x = x.reshape(slow, -1, *x.shape[1:])
             return np.array([codec.from_blocks(each, leaf.shape) for each in x], np.float64)
 
         v = s.variance if zero.stage else s.shared
-        w = codec.weight_of(s.factors)
+        w = weighting.weight_of(s.factors)
         out.update(v_hat=whole(v) / bc2, w=np.asarray(w), mean_e=workers(s.worker_error).mean(0))
         if zero.gather_mode == "params":
             out.update(mean_m=workers(s.worker_momentum).mean(0), M=whole(s.momentum))
@@ -135,11 +144,11 @@ def seen(state):
         else:
             weight = codec.to_blocks(w, parts)
             out.update(
-                M=whole(codec.decode(s.momentum, weight)), E=whole(codec.load(s.server_error))
+                M=whole(codec.decode(s.momentum, weight)), E=whole(storage.load(s.server_error))
             )
             out.update(x=out["y"])
             if zero.stage:
-                out["root"] = whole(codec.decode_log(*s.shared))
+                out["root"] = whole(storage.decode_log(*s.shared))
         leaves[key] = out
     return leaves
 
@@ -192,7 +201,7 @@ def mostly_slow(values, quick):
 @pytest.mark.parametrize("mode", mostly_slow(CHAINS, quick=("params", "momentum")))
 def test_values_and_means_are_kept(mode):
     state = trained(mode)
-    assert np.any(np.asarray(codec.load(state.opt_state.leaves["w"].worker_error)))
+    assert np.any(np.asarray(storage.load(state.opt_state.leaves["w"].worker_error)))
     for shape in CHAINS[mode]:
         before = seen(state)
         state = go(state, mode, *shape)

@@ -1,0 +1,119 @@
+"""A user's loss: its calling convention, whether it marks layers, whether it is local."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from onebit_zero_jax import collectives as coll
+from onebit_zero_jax import layers
+from onebit_zero_jax.config import ZeroConfig
+from onebit_zero_jax.layers import shard_specs
+from onebit_zero_jax.train_state import P, Tree
+
+
+class Loss:
+    """A user's loss in one calling convention: (params, model_state, batch, rng)."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool,
+        with_rng: bool,
+        has_model_state: bool,
+        compute_dtype: Any,
+    ) -> None:
+        """Arguments are those of :func:`train_step`."""
+        if not callable(loss_fn):
+            raise ValueError(f"loss_fn must be callable, got {loss_fn!r}.")
+        self.loss_fn, self.has_aux, self.with_rng = loss_fn, has_aux, with_rng
+        self.has_model_state = has_model_state
+        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+        # Whether layers gather their own shards; known once the loss has been traced.
+        self.layered = False
+
+    def __call__(
+        self, params: Tree, model_state: Tree, batch: Tree, rng: Any
+    ) -> tuple[jax.Array, tuple[Tree, Tree]]:
+        """The loss by parameters from :func:`layers.wrap`."""
+        params = layers.into_loss(params, self.compute_dtype, self.layered)
+        args = (params, *([model_state] if self.has_model_state else []), batch)
+        out = self.loss_fn(*args, *([rng] if self.with_rng else []))
+        extras = int(self.has_model_state) + int(self.has_aux)
+        loss, *rest = out if extras and isinstance(out, tuple) else (out,)
+        if len(rest) == 1 and extras == 2 and isinstance(rest[0], tuple):
+            rest = list(rest[0])
+        if len(rest) != extras or not hasattr(loss, "shape") or loss.shape != ():
+            wanted = ["loss", *["model_state"] * self.has_model_state, *["aux"] * self.has_aux]
+            raise ValueError(
+                f"loss_fn must return {', '.join(wanted) if extras else 'a scalar loss'}, got "
+                f"{jax.tree.map(lambda x: getattr(x, 'shape', x), out)}; see has_aux and "
+                "has_model_state."
+            )
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(f"the loss must be floating-point, got {loss.dtype}.")
+        state = rest.pop(0) if self.has_model_state else model_state
+        return loss.astype(jnp.float32), (state, rest[0] if rest else None)
+
+    def find_layers(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
+        """At stage 3, finds out whether the loss marks layers."""
+        if zero.stage < 3:
+            return
+
+        def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
+            return self(layers.wrap(params, zero, self.compute_dtype), model_state, batch, rng)[0]
+
+        # An error of the loss itself is raised where the step is traced.
+        with layers.marked_layers() as calls, contextlib.suppress(Exception):
+            self._trace(probe, mesh, zero.axes, *args, check_vma=False)
+        self.layered = bool(calls)
+
+    def _trace(
+        self, probe: Callable[..., Any], mesh: Mesh, axes: Any, *args: Tree, check_vma: bool = True
+    ) -> None:
+        specs = (shard_specs(args[0]), P(), P(axes), P())
+
+        def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        shapes = [
+            jax.tree.map(lambda s, x: jax.tree.map(lambda y: shape(y, s), x), spec, arg)
+            for arg, spec in zip(args, specs, strict=True)
+        ]
+        mapped = jax.shard_map(
+            probe,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P(),
+            axis_names=set(axes),
+            check_vma=check_vma,
+        )
+        jax.eval_shape(mapped, *shapes)
+
+    def check_local(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
+        """Raises if the loss is already reduced over an axis (its gradient would be too)."""
+        axes = zero.axes
+        wide = {axis for axis in axes if mesh.shape[axis] > 1}
+        reduced: list[str] = []
+
+        def probe(params: Tree, model_state: Tree, batch: Tree, rng: Any) -> jax.Array:
+            params = jax.tree.map(lambda x: coll.vary(x, axes), params)
+            model_state = jax.tree.map(lambda x: coll.vary(x, axes), model_state)
+            params = layers.wrap(params, zero, self.compute_dtype)
+            loss, _ = self(params, model_state, batch, rng)
+            reduced.extend(wide - jax.typeof(loss).manual_axis_type.varying)
+            return jnp.zeros(())
+
+        # Losses that do not trace with typed axes (a scan from a constant carry) run all
+        # the same: the step itself does without types.
+        with contextlib.suppress(Exception):
+            self._trace(probe, mesh, axes, *args)
+        if reduced:
+            raise ValueError(
+                f"loss_fn returns the same loss on every device of axis {reduced[0]!r}: it was "
+                "already reduced. Return the mean over the examples "
+                "of this device alone; train_step averages over devices."
+            )
