@@ -402,9 +402,10 @@ class TrainStep:
 
 
 def _typed_as(update: jax.Array, param: jax.Array) -> jax.Array:
-    """``update``; zeros that took the type of a local gradient get the parameter's."""
+    """``update``; zeros made in the image of a local gradient get the parameter's type."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in (update, param)]
-    return update if varying[0] <= varying[1] else jnp.zeros_like(param)
+    same = update.shape == param.shape and varying[0] <= varying[1]
+    return update if same else jnp.zeros_like(param)
 
 
 def _norms(staleness: jax.Array) -> jax.Array:
