@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
@@ -48,6 +48,19 @@ def _mean_over(tree: Tree, axes: coll.AxisName) -> Tree:
         return jax.tree.map(reduce, tree)
 
 
+def _floating(compute_dtype: Any) -> Any:
+    try:
+        dtype = jnp.dtype(compute_dtype)
+    except TypeError as e:
+        raise ValueError(f"compute_dtype must be a dtype or None, got {compute_dtype!r}.") from e
+    if not jnp.issubdtype(dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"compute_dtype must be floating-point, and of 64 bits only with jax_enable_x64, got "
+            f"{compute_dtype!r}."
+        )
+    return dtype
+
+
 class _Loss:
     """A user's loss in one calling convention: (params, model_state, batch, rng)."""
 
@@ -61,9 +74,13 @@ class _Loss:
     ) -> None:
         if not callable(loss_fn):
             raise ValueError(f"loss_fn must be callable, got {loss_fn!r}.")
+        flags = {"has_aux": has_aux, "with_rng": with_rng, "has_model_state": has_model_state}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}.")
         self.loss_fn, self.has_aux, self.with_rng = loss_fn, has_aux, with_rng
         self.has_model_state = has_model_state
-        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+        self.compute_dtype = None if compute_dtype is None else _floating(compute_dtype)
         # Whether layers gather their own shards; known once the loss has been traced.
         self.layered = False
 
@@ -214,13 +231,17 @@ class TrainStep:
                 if self._loss.with_rng
                 else "step(state, batch) takes no rng: make it with train_step(with_rng=True)."
             )
-        if rng is not None and not isinstance(rng, (jax.Array, np.ndarray)):
-            raise ValueError(f"rng must be a key, e.g. jax.random.key(0), got {rng!r}.")
+        if rng is not None and not (self._traced and isinstance(rng, (jax.Array, np.ndarray))):
+            try:
+                jax.eval_shape(lambda: jax.random.fold_in(rng, 0))
+            except (TypeError, ValueError) as e:
+                raise ValueError(f"rng must be a key, e.g. jax.random.key(0), got {rng!r}.") from e
         if self._loss.has_model_state != (state.model_state is not None):
             raise ValueError(
                 "has_model_state=True needs init(..., model_state=...), and the other way round."
             )
         if self._specs is None:
+            self._check_devices(state)
             self._specs = state_specs(
                 state.params, self._tx, self._mesh, self._zero, state.model_state
             )
@@ -234,6 +255,18 @@ class TrainStep:
             self._loss.find_layers(self._mesh, self._zero, *args)
             self._traced = True
         return batch
+
+    def _check_devices(self, state: TrainState) -> None:
+        sharding = getattr(state.step, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or isinstance(self._mesh, AbstractMesh):
+            return
+        here, there = (sorted(d.id for d in x) for x in (self._mesh.devices.flat,
+                                                         sharding.device_set))  # fmt: skip
+        if not isinstance(sharding.mesh, AbstractMesh) and here != there:
+            raise ValueError(
+                f"state is on devices {there}, but the mesh of train_step has {here}: pass the "
+                "mesh of init, or move the state with resize."
+            )
 
     def _next_phase(self, state: TrainState) -> tuple[int, Phase | None]:
         count = zero_states(state.opt_state)[0].step

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -388,7 +389,10 @@ def init(
       >>> int(state.step), state.params["w"].shape
       (0, (16, 16))
     """
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(f"init needs devices, and {mesh!r} has none: see abstract_state.")
     params, model_state = jax.tree.map(_as_array, (params, model_state))
+    jax.tree_util.tree_map_with_path(functools.partial(_check_array, "model_state"), model_state)
     specs = state_specs(params, tx, mesh, zero, model_state)
     whole = NamedSharding(mesh, P())
     params = shard_params(params, mesh, zero)
@@ -400,6 +404,16 @@ def init(
 
 def _as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _check_array(name: str, path: Any, x: Any) -> None:
+    try:
+        jax.typeof(x)
+    except TypeError as e:
+        dtype = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(
+            f"{name}{jax.tree_util.keystr(path)} is {dtype}, which JAX has no arrays of."
+        ) from e
 
 
 def full_params(state: TrainState) -> Tree:
@@ -465,6 +479,11 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if isinstance(mesh, AbstractMesh):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is an array, and {mesh!r} has no devices "
+                "to put it on: pass jax.ShapeDtypeStruct."
+            )
         shape = np.shape(x)
         here = parts
         if jax.process_count() > 1 and not (
@@ -476,6 +495,7 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
                 f"batch{jax.tree_util.keystr(path)} of shape {shape} does not divide over "
                 f"{here} devices of axis {zero.axis_name!r}: axis 0 must be a multiple of {here}."
             )
+        _check_array("batch", path, x)
         if jax.process_count() > 1 and here != parts:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         return jax.device_put(x, sharding)
