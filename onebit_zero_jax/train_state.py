@@ -103,7 +103,10 @@ def _check_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> None:
             ) from e
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    Layout.of(jax.tree_util.tree_map_with_path(piece, params), zero, mesh.shape)
+    layout = Layout.of(jax.tree_util.tree_map_with_path(piece, params), zero, mesh.shape)
+    if not any(leaf.size for leaf in layout.leaves):
+        shapes = {leaf.path: leaf.shape for leaf in layout.leaves}
+        raise ValueError(f"params holds no values, {shapes}: there is nothing to train.")
 
 
 def _opt_specs(

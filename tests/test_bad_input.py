@@ -200,6 +200,13 @@ def test_empty_tree(params):
             call()
 
 
+def test_leaves_without_values():
+    """XLA fails to compile a start that depends on no value."""
+    for call in everywhere({"w": jnp.ones((0, 3)), "b": jnp.ones(0)}):
+        with refuses("params holds no values", "['w']", "(0, 3)", "nothing to train"):
+            call()
+
+
 @pytest.mark.parametrize(
     "leaf, what", [(jnp.ones((16, 16), jnp.int32), "int32"), (np.ones(3, bool), "bool"),
                    (jnp.ones(3, jnp.complex64), "complex64")]
