@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-from multihost import train as multihost
+from multihost import train as multihost  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 
