@@ -420,7 +420,7 @@ def test_rng():
             lower(lambda p, b, r: loss_fn(p, b), with_rng=True, rng=rng)
 
 
-@pytest.mark.parametrize("value", ["half", jnp.int32, np.float64, 3])
+@pytest.mark.parametrize("value", ["halves", jnp.int32, np.float64, 3])
 def test_compute_dtype(value):
     with refuses("compute_dtype must be", f"got {value!r}"):
         lower(compute_dtype=value)

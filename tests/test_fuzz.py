@@ -6,7 +6,7 @@ Here what can be told without compiling; slow, whole runs against the reference.
 import math
 import pathlib
 import traceback
-from typing import Any
+from typing import Any, Literal
 
 import fuzzing
 import jax
@@ -162,6 +162,7 @@ def test_factories(data):
 
 # ---------------------------------------------------------------- states and steps, traced
 
+PHASES: tuple[Literal["dense", "compressed"], ...] = ("dense", "compressed")
 LEAVES: dict[str, Any] = {
     "int": np.ones((16, 20), int),
     "bool": np.ones(3, bool),
@@ -214,8 +215,8 @@ def check_trace(case, data):
     def trace() -> Any:
         state = ob.abstract_state(params, tx, mesh, run.zero)
         step = ob.train_step(run.loss, tx, mesh, run.zero, **{**run.options, **step_options})
-        key = (jax.random.key(0),) if case.rng else ()
-        return state, [step.bytes_sent(state, batch, *key, phase=p) for p in PHASES]
+        key = jax.random.key(0) if case.rng else None
+        return state, [step.bytes_sent(state, batch, key, p) for p in PHASES]
 
     traced = outcome(trace, *words)
     assert (traced is not None) == (bad > 4), words
@@ -233,9 +234,6 @@ def check_trace(case, data):
     assert coded["weights"] == 0
     if run.mesh.size == 1:
         assert not any(dense.values())
-
-
-PHASES = ("dense", "compressed")
 
 
 # ---------------------------------------------------------------- whole runs
