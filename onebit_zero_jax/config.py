@@ -93,23 +93,22 @@ class ZeroConfig:
             )
         if len(set(names)) < len(names):
             raise ValueError(f"axis_name={self.axis_name!r} names the same axis twice.")
-        if self.gather not in (None, "params", "momentum"):
+        if not _is_one_of(self.gather, (None, "params", "momentum")):
             raise ValueError(f"gather must be 'params' or 'momentum', got {self.gather!r}.")
-        if self.gather_bits == 32:
+        if type(self.gather_bits) is int and self.gather_bits == 32:
             object.__setattr__(self, "gather_bits", "dense")
         allowed = _ALLOWED_BITS[self.gather_mode]
-        named = self.gather_bits is None or type(self.gather_bits) in (int, str)
-        if not named or self.gather_bits not in (None, *allowed):
+        if not _is_one_of(self.gather_bits, (None, *allowed)):
             raise ValueError(
                 f"gather_bits must be one of {allowed} for gather={self.gather_mode!r}, "
                 f"got {self.gather_bits!r}."
             )
         self._check_stage_3()
-        if self.error_dtype not in _ERROR_DTYPES:
+        if not _is_one_of(self.error_dtype, _ERROR_DTYPES):
             raise ValueError(
                 f"error_dtype must be one of {_ERROR_DTYPES}, got {self.error_dtype!r}."
             )
-        if self.momentum_dtype not in _MOMENTUM_DTYPES:
+        if not _is_one_of(self.momentum_dtype, _MOMENTUM_DTYPES):
             raise ValueError(
                 f"momentum_dtype must be one of {_MOMENTUM_DTYPES}, got {self.momentum_dtype!r}."
             )
@@ -129,11 +128,12 @@ class ZeroConfig:
                 "gather='momentum' needs replicated parameters, to which every device applies "
                 "the update; stage=3 shards them: use gather='params'."
             )
-        if bits not in (None, 8, 16) or isinstance(bits, bool):
+        if not _is_one_of(bits, (None, 8, 16)):
             raise ValueError(f"layer_bits must be 8, 16 or None, got {bits!r}.")
         names = (over,) if isinstance(over, str) else over
-        allowed = [set(self.axes), {self.axes[-1]}]
-        if names is not None and (type(names) is not tuple or set(names) not in allowed):
+        allowed = [sorted(self.axes), [self.axes[-1]]]
+        strings = type(names) is tuple and all(isinstance(n, str) for n in names)
+        if names is not None and (not strings or sorted(names) not in allowed):
             raise ValueError(
                 f"shard_params_over must be {self.axes[-1]!r} or every data-parallel axis "
                 f"{self.axes}, got {over!r}."
@@ -194,15 +194,27 @@ class ZeroConfig:
         return self.gather_bits or _DEFAULT_BITS[self.gather_mode]  # type: ignore[return-value]
 
 
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of those, and of its type: arrays and dtypes compare oddly."""
+    return any(type(value) is type(x) and value == x for x in allowed)
+
+
 def check_number(name: str, value: Any, ok: Callable[[float], bool], wanted: str) -> Any:
     """A hyperparameter as a float, validated; what ``inject_hyperparams`` traces as float32."""
-    if isinstance(value, jax.Array):
+    array = isinstance(value, jax.Array)
+    real = array and value.shape == () and value.dtype != bool and jnp.isrealobj(value)
+    if isinstance(value, jax.core.Tracer) and real:
         return value.astype(jnp.float32)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    plain = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not real and not plain:
         raise ValueError(f"{name} must be a number, got {value!r}.")
-    if not ok(float(value)):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that float holds, got {value!r}.") from None
+    if not ok(number):
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-    return float(value)
+    return value.astype(jnp.float32) if array else number
 
 
 def check_decay(name: str, value: Any) -> Any:

@@ -297,7 +297,9 @@ def shard_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> T
 
     def like(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, model_spec(x, mesh, zero))
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=sharding)
+        floating = jnp.issubdtype(x.dtype, jnp.floating)  # float64 is float32 without x64
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype) if floating else x.dtype
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
 
     def one(path: Any, x: Any) -> Any:
         if is_shard(x):

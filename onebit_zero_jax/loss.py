@@ -15,6 +15,19 @@ from onebit_zero_jax.layers import shard_specs
 from onebit_zero_jax.train_state import P, Tree
 
 
+def _floating(compute_dtype: Any) -> Any:
+    try:
+        dtype = jnp.dtype(compute_dtype)
+    except TypeError as e:
+        raise ValueError(f"compute_dtype must be a dtype or None, got {compute_dtype!r}.") from e
+    if not jnp.issubdtype(dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"compute_dtype must be floating-point, and of 64 bits only with jax_enable_x64, got "
+            f"{compute_dtype!r}."
+        )
+    return dtype
+
+
 class Loss:
     """A user's loss in one calling convention: (params, model_state, batch, rng)."""
 
@@ -29,9 +42,13 @@ class Loss:
         """Arguments are those of :func:`train_step`."""
         if not callable(loss_fn):
             raise ValueError(f"loss_fn must be callable, got {loss_fn!r}.")
+        flags = {"has_aux": has_aux, "with_rng": with_rng, "has_model_state": has_model_state}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}.")
         self.loss_fn, self.has_aux, self.with_rng = loss_fn, has_aux, with_rng
         self.has_model_state = has_model_state
-        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+        self.compute_dtype = None if compute_dtype is None else _floating(compute_dtype)
         # Whether layers gather their own shards; known once the loss has been traced.
         self.layered = False
 

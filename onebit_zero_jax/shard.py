@@ -265,16 +265,19 @@ def _norm(zero: ZeroConfig, layout: Layout, state: ZeroState) -> jax.Array:
 
 
 def _check_steps(name: str, value: Any, other: str = "") -> Any:
-    if isinstance(value, jax.Array):
+    array = isinstance(value, jax.Array)
+    whole = array and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+    if isinstance(value, jax.core.Tracer) and whole:
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+    plain = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not (whole or plain) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1{other}, got {value!r}.")
     if value >= _MAX_STEPS:
         raise ValueError(
             f"{name} must be below {_MAX_STEPS} (the schedule counts in int32), got {value!r}; "
             "refresh=None never refreshes."
         )
-    return int(value)
+    return value if array else int(value)
 
 
 def _check_momentum_decay(value: Any, b1: Any, zero: ZeroConfig) -> Any:

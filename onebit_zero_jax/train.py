@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
@@ -111,13 +111,17 @@ class TrainStep:
                 if self._loss.with_rng
                 else "step(state, batch) takes no rng: make it with train_step(with_rng=True)."
             )
-        if rng is not None and not isinstance(rng, (jax.Array, np.ndarray)):
-            raise ValueError(f"rng must be a key, e.g. jax.random.key(0), got {rng!r}.")
+        if rng is not None and not (self._traced and isinstance(rng, (jax.Array, np.ndarray))):
+            try:
+                jax.eval_shape(lambda: jax.random.fold_in(rng, 0))
+            except (TypeError, ValueError) as e:
+                raise ValueError(f"rng must be a key, e.g. jax.random.key(0), got {rng!r}.") from e
         if self._loss.has_model_state != (state.model_state is not None):
             raise ValueError(
                 "has_model_state=True needs init(..., model_state=...), and the other way round."
             )
         if self._specs is None:
+            self._check_devices(state)
             self._specs = state_specs(
                 state.params, self._tx, self._mesh, self._zero, state.model_state
             )
@@ -131,6 +135,18 @@ class TrainStep:
             self._loss.find_layers(self._mesh, self._zero, *args)
             self._traced = True
         return batch
+
+    def _check_devices(self, state: TrainState) -> None:
+        sharding = getattr(state.step, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or isinstance(self._mesh, AbstractMesh):
+            return
+        here, there = (sorted(d.id for d in x) for x in (self._mesh.devices.flat,
+                                                         sharding.device_set))  # fmt: skip
+        if not isinstance(sharding.mesh, AbstractMesh) and here != there:
+            raise ValueError(
+                f"state is on devices {there}, but the mesh of train_step has {here}: pass the "
+                "mesh of init, or move the state with resize."
+            )
 
     def _next_phase(self, state: TrainState) -> tuple[int, Phase | None]:
         count = zero_states(state.opt_state)[0].step
@@ -299,9 +315,10 @@ class TrainStep:
 
 
 def _typed_as(update: jax.Array, param: jax.Array) -> jax.Array:
-    """``update``; zeros that took the type of a local gradient get the parameter's."""
+    """``update``; zeros made in the image of a local gradient get the parameter's type."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in (update, param)]
-    return update if varying[0] <= varying[1] else jnp.zeros_like(param)
+    same = update.shape == param.shape and varying[0] <= varying[1]
+    return update if same else jnp.zeros_like(param)
 
 
 def _norms(staleness: jax.Array) -> jax.Array:

@@ -1,7 +1,10 @@
 """A :class:`TrainState` of global arrays on a mesh: shardings, init, batches."""
 
+import contextlib
 import dataclasses
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +25,7 @@ from onebit_zero_jax.layers import (
 )
 from onebit_zero_jax.layout import Layout, is_shard
 from onebit_zero_jax.phases import Phases
-from onebit_zero_jax.state import WORKER_FIELDS, zero_states
+from onebit_zero_jax.state import WORKER_FIELDS, ZeroState, zero_states
 from onebit_zero_jax.wire import known_zeros
 
 P = jax.P
@@ -100,7 +103,10 @@ def _check_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> None:
             ) from e
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    Layout.of(jax.tree_util.tree_map_with_path(piece, params), zero, mesh.shape)
+    layout = Layout.of(jax.tree_util.tree_map_with_path(piece, params), zero, mesh.shape)
+    if not any(leaf.size for leaf in layout.leaves):
+        shapes = {leaf.path: leaf.shape for leaf in layout.leaves}
+        raise ValueError(f"params holds no values, {shapes}: there is nothing to train.")
 
 
 def _opt_specs(
@@ -143,19 +149,23 @@ def _opt_specs(
     def probe(params: Tree) -> jax.Array:
         before = tx.init(params)
         grads = jax.tree.map(gradient_like, params, is_leaf=is_shard)
-        program, out = jax.make_jaxpr(
-            lambda grads: tx.update(grads, before, params, phase="dense"), return_shape=True
-        )(grads)
+        with _links_of_gradients(before, zero):
+            program, out = jax.make_jaxpr(
+                lambda grads: tx.update(grads, before, params, phase="dense"), return_shape=True
+            )(grads)
         types = [v.aval for v in program.jaxpr.outvars]
         updates, after = jax.tree.unflatten(jax.tree.structure(out), types)
+        with _links_of_gradients(before, zero):
+            _check_same_shapes(before, after)
         frozen, model = known_zeros(program.jaxpr), coll.model_axes(zero.axes)
         nodes = jax.tree.leaves_with_path(updates, is_leaf=is_shard)
         values = [jax.typeof(x) for x in jax.tree.leaves(params)]
         for (path, u), x, zero_update in zip(nodes, values, frozen, strict=False):
             u, own = (u.value, set(u.over)) if is_shard(u) else (u, set())
             own |= x.manual_axis_type.varying.intersection(model)
-            # Zeros made in the image of a gradient (optax.set_to_zero) have its type.
-            if not zero_update and (axes.union(model) - own) & u.manual_axis_type.varying:
+            # Zeros made in the image of a gradient (optax.set_to_zero) have its type and shape.
+            varies = (axes.union(model) - own) & u.manual_axis_type.varying
+            if not zero_update and (varies or u.shape != x.shape):
                 raise ValueError(
                     f"the update of parameter {jax.tree_util.keystr(path)} differs between "
                     "devices: it is made from the local gradient or from this device's chunk. "
@@ -171,6 +181,41 @@ def _opt_specs(
     check_tx(jax.eval_shape(start, params), zero)
     jax.eval_shape(jax.shard_map(probe, **specs), params)
     return found[0]
+
+
+@contextlib.contextmanager
+def _links_of_gradients(before: Any, zero: ZeroConfig) -> Iterator[None]:
+    """Says why a link in front fails where gradients have another shape than shards."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        nodes = jax.tree.leaves_with_path(before, is_leaf=lambda x: is_shard(x) or _is_zero(x))
+        images = [jax.tree_util.keystr(path) for path, x in nodes if is_shard(x)]
+        if not zero.flat or not images:
+            raise
+        raise ValueError(
+            f"optimizer state {images[0]} has the shape of a shard, but at stage 3 with "
+            f"shard_params_over={zero.over} links in front of zero_shard get gradients of whole "
+            "leaves. Put the link inside zero_shard, shard over the fast axis of a two-speed mesh, "
+            "or use stage=2."
+        ) from e
+
+
+def _check_same_shapes(before: Any, after: Any) -> None:
+    """An update must not change the shapes of the state."""
+
+    def check(path: Any, old: Any, new: Any) -> None:
+        if old.shape != new.shape:
+            raise ValueError(
+                f"optimizer state {jax.tree_util.keystr(path)} has shape {old.shape} after init "
+                f"and {new.shape} after an update."
+            )
+
+    jax.tree_util.tree_map_with_path(check, before, after)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, ZeroState)
 
 
 # Wrappers that cannot work in a train step, by the state they leave.
@@ -347,7 +392,10 @@ def init(
       >>> int(state.step), state.params["w"].shape
       (0, (16, 16))
     """
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(f"init needs devices, and {mesh!r} has none: see abstract_state.")
     params, model_state = jax.tree.map(_as_array, (params, model_state))
+    jax.tree_util.tree_map_with_path(functools.partial(_check_array, "model_state"), model_state)
     specs = state_specs(params, tx, mesh, zero, model_state)
     whole = NamedSharding(mesh, P())
     params = shard_params(params, mesh, zero)
@@ -359,6 +407,16 @@ def init(
 
 def _as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _check_array(name: str, path: Any, x: Any) -> None:
+    try:
+        jax.typeof(x)
+    except TypeError as e:
+        dtype = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(
+            f"{name}{jax.tree_util.keystr(path)} is {dtype}, which JAX has no arrays of."
+        ) from e
 
 
 def full_params(state: TrainState) -> Tree:
@@ -424,6 +482,11 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if isinstance(mesh, AbstractMesh):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is an array, and {mesh!r} has no devices "
+                "to put it on: pass jax.ShapeDtypeStruct."
+            )
         shape = np.shape(x)
         here = parts
         if jax.process_count() > 1 and not (
@@ -435,6 +498,7 @@ def shard_batch(batch: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
                 f"batch{jax.tree_util.keystr(path)} of shape {shape} does not divide over "
                 f"{here} devices of axis {zero.axis_name!r}: axis 0 must be a multiple of {here}."
             )
+        _check_array("batch", path, x)
         if jax.process_count() > 1 and here != parts:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         return jax.device_put(x, sharding)

@@ -435,6 +435,10 @@ def test_global_norm_is_that_of_the_mean_gradient():
     one = {k: g[:1] for k, g in grads.items()}
     exact = on_devices(lambda g: global_norm(g, "data"), 1)(one)
     np.testing.assert_allclose(exact, mean_norm(one), rtol=1e-6)
+    # Small leaves share no buckets: many scalars would add up as one.
+    few = {k: rng.normal(size=(8, *s)).astype("f4") for k, s in enumerate([(), (), (9,), (20, 30)])}
+    exact = same(on_devices(lambda g: global_norm(g, "data"), 8)(few))
+    np.testing.assert_allclose(exact, mean_norm(few), rtol=1e-6)
     for parts in (1, 8):
         assert same(on_devices(lambda _: global_norm({}, "data"), parts)(np.zeros(parts))) == 0
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from onebit_zero_jax import (
     ZeroConfig,
+    abstract_state,
     clip_by_global_norm,
     eval_step,
     init,
@@ -89,6 +90,10 @@ def test_the_good_input_passes():
         ({"axis_name": None}, ["axis_name must be the name of a mesh axis", "got None"]),
         ({"error_dtype": "int4"}, ["error_dtype must be one of", "int8", "got 'int4'"]),
         ({"momentum_dtype": "int8"}, ["momentum_dtype must be one of", "got 'int8'"]),
+        ({"error_dtype": np.dtype("int8")}, ["error_dtype must be one of", "got dtype('int8')"]),
+        ({"gather": np.ones(2)}, ["gather must be", "got array([1., 1.])"]),
+        ({"stage": 3, "layer_bits": 16.0}, ["layer_bits must be 8, 16 or None", "got 16.0"]),
+        ({"stage": 3, "shard_params_over": ([],)}, ["shard_params_over must be", "got ([],)"]),
         (
             {"shard_params_over": "data"},
             ["shard_params_over='data' needs stage=3", "leave it None"],
@@ -104,7 +109,7 @@ def test_config(kwargs, parts):
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10", None, NAN])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10", None, NAN, jnp.int32(0), jnp.ones(())])
 def test_warmup_steps(value):
     with refuses("warmup_steps must be an integer of at least 1", f"got {value!r}"):
         make_tx(warmup_steps=value)
@@ -117,7 +122,7 @@ def test_refresh(value):
 
 
 @pytest.mark.parametrize("name", ["b1", "b2"])
-@pytest.mark.parametrize("value", [1, 1.0, -0.1, NAN])
+@pytest.mark.parametrize("value", [1, 1.0, -0.1, NAN, jnp.float32(1)])
 def test_decays(name, value):
     with refuses(f"{name} must be in [0, 1)", f"got {value!r}"):
         make_tx(**{name: value})
@@ -133,7 +138,7 @@ def test_nonnegative_hyperparameters(name, value):
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "eps", "weight_decay"])
-@pytest.mark.parametrize("value", ["0.1", None, True])
+@pytest.mark.parametrize("value", ["0.1", None, True, 1j, np.complex64(1), jnp.ones(2)])
 def test_hyperparameters_that_are_no_numbers(name, value):
     with refuses(f"{name} must be a number", f"got {value!r}"):
         onebit_adamw(**{"learning_rate": 0.1, name: value}, zero=ZERO)
@@ -192,6 +197,13 @@ def test_things_that_are_no_mesh_config_or_transformation():
 def test_empty_tree(params):
     for call in everywhere(params):
         with refuses("params is an empty tree", "nothing to train"):
+            call()
+
+
+def test_leaves_without_values():
+    """XLA fails to compile a start that depends on no value."""
+    for call in everywhere({"w": jnp.ones((0, 3)), "b": jnp.ones(0)}):
+        with refuses("params holds no values", "['w']", "(0, 3)", "nothing to train"):
             call()
 
 
@@ -403,8 +415,48 @@ def test_rng():
         lower(lambda p, b, r: loss_fn(p, b), with_rng=True)
     with refuses("takes no rng", "train_step(with_rng=True)"):
         lower(rng=jax.random.key(0))
-    with refuses("rng must be a key", "jax.random.key(0)", "got 3"):
-        lower(lambda p, b, r: loss_fn(p, b), with_rng=True, rng=3)
+    for rng in (3, np.ones(4), jax.random.split(jax.random.key(0))):
+        with refuses("rng must be a key", "jax.random.key(0)", f"got {rng!r}"):
+            lower(lambda p, b, r: loss_fn(p, b), with_rng=True, rng=rng)
+
+
+@pytest.mark.parametrize("value", ["halves", jnp.int32, np.float64, 3])
+def test_compute_dtype(value):
+    with refuses("compute_dtype must be", f"got {value!r}"):
+        lower(compute_dtype=value)
+
+
+def test_flags():
+    for name in ("has_aux", "with_rng", "has_model_state"):
+        with refuses(f"{name} must be True or False", "got 'yes'"):
+            lower(**{name: "yes"})
+
+
+def test_arrays_that_jax_has_not():
+    words = np.array(["a", "b"])
+    with refuses("batch['w'] is <U1"):
+        shard_batch({"w": words}, mesh_of(), ZERO)
+    with refuses("model_state['w'] is <U1"):
+        init(make_params(), make_tx(), mesh_of(), ZERO, model_state={"w": words})
+
+
+def test_meshes_without_devices_and_others():
+    abstract: Any = jax.sharding.AbstractMesh((PARTS,), ("data",))
+    with refuses("init needs devices", "see abstract_state"):
+        init(make_params(), make_tx(), abstract, ZERO)
+    with refuses("batch is an array", "pass jax.ShapeDtypeStruct"):
+        shard_batch(BATCH, abstract, ZERO)
+    other = jax.make_mesh((PARTS,), ("data",), devices=jax.devices()[4 : 4 + PARTS])
+    state = init(make_params(), make_tx(), mesh_of(), ZERO)
+    with refuses("state is on devices [0, 1]", "has [4, 5]", "resize"):
+        train_step(loss_fn, make_tx(), other, ZERO)(state, BATCH)
+
+
+def test_float64_is_float32_everywhere():
+    params = {"w": np.ones((16, 16)), "b": np.zeros(3)}
+    shapes = abstract_state(params, make_tx(), mesh_of(), ZERO)
+    state = init(params, make_tx(), mesh_of(), ZERO)
+    assert jax.tree.map(lambda x: x.dtype, shapes) == jax.tree.map(lambda x: x.dtype, state)
 
 
 def test_model_state():

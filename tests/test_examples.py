@@ -7,8 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+from multihost import train as multihost  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -23,6 +27,37 @@ def run(*command: str) -> str:
 def quick_start() -> str:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     return block
+
+
+def test_jobset_starts_what_train_py_takes():
+    """As the container's shell would; names as JobSet gives them to the pods' DNS."""
+    text = (ROOT / "examples" / "multihost" / "jobset.yaml").read_text()
+    jobset, policy = yaml.safe_load_all(text)
+    (group,) = jobset["spec"]["replicatedJobs"]
+    job = group["template"]["spec"]
+    pod = job["template"]
+    (container,) = pod["spec"]["containers"]
+    assert job["completionMode"] == "Indexed"  # sets JOB_COMPLETION_INDEX
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    (script,) = container["args"]
+    line = subprocess.run(
+        [*container["command"], script.replace("exec python", "echo")],
+        env={"JOB_COMPLETION_INDEX": "3"}, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert line[0] == "train.py"
+    args = multihost.parse(line[1:])
+    name = jobset["metadata"]["name"]
+    assert args.coordinator == f"{name}-{group['name']}-0-0.{name}:8476"
+    assert group["replicas"] == 1
+    assert args.processes == job["completions"] == job["parallelism"]
+    assert args.process_id == 3
+    (mount,) = container["volumeMounts"]
+    assert str(args.checkpoints).startswith(mount["mountPath"])
+    assert [v["name"] for v in pod["spec"]["volumes"]] == [mount["name"]]
+    chosen = policy["spec"]["podSelector"]["matchLabels"]
+    assert chosen == pod["metadata"]["labels"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": chosen}}]
 
 
 def test_quick_start_is_short_and_learns():

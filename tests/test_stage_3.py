@@ -10,6 +10,7 @@ import pytest
 
 from onebit_zero_jax import (
     ZeroConfig,
+    abstract_state,
     eval_step,
     full_params,
     init,
@@ -353,3 +354,33 @@ def test_own_loop_needs_shards():
     )
     with pytest.raises(ValueError, match=r"\['w'\] of shape \(32, 32\) is not sharded"):
         jax.eval_shape(start, {"w": jnp.zeros((32, 32))})
+
+
+# ---------------------------------------------------------------- links around, flat: gradients
+# have the shape of whole leaves there, states and updates that of shards
+
+
+def flat_bytes(wrap, names=("w", "u")):
+    """Traces a step of ``wrap(tx)`` on 4 devices."""
+    zero, mesh = ZeroConfig(stage=3), make_mesh((4,))
+    params = {k: np.ones((16, 20), np.float32) for k in names}
+    tx = wrap(onebit_adamw(1e-2, zero=zero))
+    loss = lambda p, b: sum(jnp.sum(x) * b[0] for x in p.values())
+    state = abstract_state(params, tx, mesh, zero)
+    return train_step(loss, tx, mesh, zero).bytes_sent(state, np.ones(4, np.float32))
+
+
+def test_frozen_leaves_when_flat():
+    labels = {"w": "train", "u": "freeze"}
+    frozen = flat_bytes(lambda tx: optax.partition({"train": tx, "freeze": optax.set_to_zero()},
+                                                   labels))  # fmt: skip
+    assert frozen["reduce"] == flat_bytes(lambda tx: tx, names=("w",))["reduce"] > 0
+    with pytest.raises(ValueError, match=r"\['u'\] differs between devices.*set_to_zero"):
+        flat_bytes(lambda tx: optax.masked(tx, {"w": True, "u": False}))
+
+
+def test_links_with_images_of_gradients_are_refused_when_flat():
+    for link in (optax.trace(0.9), optax.ema(0.9)):
+        with pytest.raises(ValueError, match=r"\['u'\] has the shape of a shard.*\('data',\)"):
+            flat_bytes(lambda tx, link=link: optax.chain(link, tx))
+    flat_bytes(lambda tx: optax.chain(optax.add_decayed_weights(0.0), optax.scale(2.0), tx))

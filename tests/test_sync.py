@@ -132,7 +132,7 @@ def test_soak():
         tx, mesh, zero, step = setups[cycle % 3]
         if cycle:
             state = resize(state, tx, mesh, zero)
-        for t in range(300):
+        for t in range(304):  # a multiple of 16: a step holds copies between its checks
             batch = rng.normal(size=(12, 32)).astype("f4")
             if rng.random() < 0.02:
                 batch[rng.integers(12), rng.integers(32)] = rng.choice([np.nan, np.inf])
@@ -146,7 +146,7 @@ def test_soak():
         held.append(sum(x.nbytes for x in jax.live_arrays()))
         resident.append(resident_bytes())
     assert skipped > 30
-    assert int(state.step) == 3600
+    assert int(state.step) == 3648
     # The first two rounds of the three meshes compile and fill caches.
     assert held[9:] == held[6:9]
     assert resident[-1] < resident[5] + 32 * 2**20
