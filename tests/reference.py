@@ -160,7 +160,8 @@ def encode(
         return over((level * (2 / top) - 1) * scale, weight)
 
     tie &= alive & (scale > 0)
-    higher = np.abs(value(lower + 1) - seen) < np.abs(value(lower) - seen)
+    # Where no error tells, ``seen`` is c itself, and 0 has the sign +.
+    higher = np.abs(value(lower + 1) - seen) <= np.abs(value(lower) - seen)
     level = np.where(tie, lower + higher, level)
     largest = (
         np.max(size * weight, 1, keepdims=True)
