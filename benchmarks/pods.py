@@ -105,17 +105,17 @@ def measure(row: Row) -> dict[str, Any]:
     found = pods.compile_step(
         row.target, row.model, slices=row.slices, stage=row.stage, length=LENGTH
     )
-    return summary(row, found, persistent(found, row.model, row.stage))
+    return summary(row, found, persistent(found, row.target, row.model, row.stage))
 
 
-def persistent(found: Any, model: str, stage: int) -> float:
+def persistent(found: Any, target: str, model: str, stage: int) -> float:
     """Persistent bytes of a device by formula."""
     from onebit_zero_jax import ZeroConfig, formulas, pods
 
     sizes = tuple(found.report.axes.values())
     slow, fast = sizes if len(sizes) == 2 else (sizes[0], 1)
     axis: Any = ("slow", "fast") if len(sizes) == 2 else "data"
-    zero = ZeroConfig(axis_name=axis, stage=stage)
+    zero = ZeroConfig(axis_name=axis, stage=stage, tiles=target.startswith("tpu"))
     mesh = formulas.Mesh(slow, fast, zero.flat, stage == 3)
     return sum(formulas.memory(pods.model(model)[0], zero, mesh).values())
 
@@ -135,7 +135,7 @@ def depth(target: str, slices: int, stage: int = 3) -> dict[str, Any]:
         compiled = pods.compile_step(target, "depth", slices=slices, stage=stage, length=64)
         found["temporaries"][layers] = compiled.temporaries
         found["state"] = compiled.arguments - 4 * 65  # without the batch
-        found["formula"] = persistent(compiled, "depth", stage)
+        found["formula"] = persistent(compiled, target, "depth", stage)
         found["fast"] = compiled.report.axes.get("fast", 1)
         print(json.dumps(found), flush=True)
     leaves = jax.tree.leaves(pods.model("depth")[0]["layers"])

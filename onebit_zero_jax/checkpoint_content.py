@@ -24,7 +24,7 @@ from onebit_zero_jax.train_state import TrainState
 
 Tree = Any
 
-_FORMAT = 2
+_FORMAT = 1
 _KEY = "onebit_zero_jax"
 
 

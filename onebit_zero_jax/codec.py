@@ -1,8 +1,7 @@
 """Codes of 1 to 8 bits with block scales: arrays in, arrays out, no mesh.
 
 Values are seen as blocks of 8 rows x ``lanes`` columns (128 columns unless the
-array is small), shape ``(..., 8, lanes)``; blocks of a matrix are tiles of it where
-they fit. The values of a block share one float32
+array is small), shape ``(..., 8, lanes)``. The values of a block share one float32
 scale. Bit j of row k travels in bit k of byte plane j, so a plane is ``lanes``
 bytes and packing never crosses a vector lane. Code l of b bits stands for
 ``(2 l / (2^b - 1) - 1) scale``, so its highest bit is the sign: 1 is +.
@@ -75,7 +74,7 @@ def block_shape(size: int, parts: int = 1) -> tuple[int, int]:
 
 
 def is_tiled(shape: tuple[int, ...], lanes: int) -> bool:
-    """Whether blocks are tiles of an array, see :func:`to_blocks`.
+    """Whether an array divides into tiles of 8 rows and 128 columns, and blocks are as wide.
 
     Example:
       >>> [is_tiled(s, 128) for s in ((12, 16, 256), (16, 100), (2048,))]
@@ -86,32 +85,30 @@ def is_tiled(shape: tuple[int, ...], lanes: int) -> bool:
     return shape[-2] % ROWS == 0 and shape[-1] % LANES == 0
 
 
-def to_blocks(x: jax.Array, parts: int = 1) -> jax.Array:
+def to_blocks(x: jax.Array, parts: int = 1, tiles: bool = False) -> jax.Array:
     """``x`` in blocks, padded with zeros at the end to ``(parts * blocks, 8, lanes)``.
-
-    A block of 128 lanes is a tile of 8 rows and 128 columns of the last two axes, if these
-    divide into such tiles: that is how TPUs lay out memory, so nothing moves. Any other
-    block holds consecutive values of the flattened array.
 
     Args:
       x: any shape and dtype.
       parts: see :func:`block_shape`.
+      tiles: blocks are tiles of the last two axes where these divide into such
+        (:func:`is_tiled`). Else a block holds consecutive values of the flattened array.
 
     Returns:
-      The blocks, dtype of ``x``; in row-major order, tiles or values.
+      The blocks, dtype of ``x``; in row-major order, values or tiles.
 
     Example:
       >>> to_blocks(jnp.arange(10.0))[0, :, 0].tolist(), to_blocks(jnp.arange(10.0)).shape
       ([0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 0.0, 0.0], (1, 8, 2))
-      >>> to_blocks(jnp.arange(16.0 * 256).reshape(16, 256))[:, 0, 0].tolist()
+      >>> to_blocks(jnp.arange(16.0 * 256).reshape(16, 256), tiles=True)[:, 0, 0].tolist()
       [0.0, 128.0, 2048.0, 2176.0]
     """
     blocks, lanes = block_shape(x.size, parts)
-    if is_tiled(x.shape, lanes):
+    if tiles and is_tiled(x.shape, lanes):
         rows, cols = x.shape[-2:]
-        tiles = x.reshape(-1, rows // ROWS, ROWS, cols // LANES, LANES)
-        tiles = jnp.swapaxes(tiles, 2, 3).reshape(-1, ROWS, LANES)
-        return jnp.pad(tiles, ((0, parts * blocks - len(tiles)), (0, 0), (0, 0)))
+        x = x.reshape(-1, rows // ROWS, ROWS, cols // LANES, LANES)
+        x = jnp.swapaxes(x, 2, 3).reshape(-1, ROWS, LANES)
+        return jnp.pad(x, ((0, parts * blocks - len(x)), (0, 0), (0, 0)))
     flat = jnp.ravel(x)
     padding = parts * blocks * ROWS * lanes - x.size
     if padding:
@@ -119,12 +116,13 @@ def to_blocks(x: jax.Array, parts: int = 1) -> jax.Array:
     return flat.reshape(parts * blocks, ROWS, lanes)
 
 
-def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def from_blocks(blocks: jax.Array, shape: tuple[int, ...], tiles: bool = False) -> jax.Array:
     """Inverse of :func:`to_blocks` for an array of shape ``shape``.
 
     Args:
       blocks: ``(parts * blocks, 8, lanes)``, any dtype.
       shape: shape of the array; what exceeds its size is dropped.
+      tiles: as for :func:`to_blocks`.
 
     Returns:
       An array of shape ``shape`` and the dtype of ``blocks``.
@@ -133,11 +131,11 @@ def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       >>> from_blocks(to_blocks(jnp.arange(6).reshape(2, 3)), (2, 3)).tolist()
       [[0, 1, 2], [3, 4, 5]]
     """
-    if is_tiled(shape, blocks.shape[-1]):
+    if tiles and is_tiled(shape, blocks.shape[-1]):
         rows, cols = shape[-2:]
-        tiles = blocks[: math.prod(shape) // BLOCK]
-        tiles = tiles.reshape(-1, rows // ROWS, cols // LANES, ROWS, LANES)
-        return jnp.swapaxes(tiles, 2, 3).reshape(shape)
+        x = blocks[: math.prod(shape) // BLOCK]
+        x = x.reshape(-1, rows // ROWS, cols // LANES, ROWS, LANES)
+        return jnp.swapaxes(x, 2, 3).reshape(shape)
     return blocks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 

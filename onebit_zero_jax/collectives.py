@@ -285,23 +285,13 @@ def _blocks_and_error(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must have a floating dtype, got {x.dtype}; cast it first.")
     if error is None:
-        return _flat_blocks(x.astype(jnp.float32), parts), None
+        return codec.to_blocks(x.astype(jnp.float32), parts), None
     if error.shape != x.shape or error.dtype != jnp.float32:
         raise ValueError(
             f"{what} must be float32 of shape {x.shape}, got {error.dtype} {error.shape}; "
             "pass the error that the previous call returned, or None at the first."
         )
-    return _flat_blocks(x.astype(jnp.float32), parts), _flat_blocks(error, parts)
-
-
-def _flat_blocks(x: jax.Array, parts: int) -> jax.Array:
-    """In blocks, row-major, whatever the shape: chunks are those of the flattened array."""
-    return codec.to_blocks(jnp.ravel(x), parts)
-
-
-def _from_flat(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of :func:`_flat_blocks`."""
-    return codec.from_blocks(blocks, (math.prod(shape),)).reshape(shape)
+    return codec.to_blocks(x.astype(jnp.float32), parts), codec.to_blocks(error, parts)
 
 
 def compressed_reduce_scatter(
@@ -335,7 +325,7 @@ def compressed_reduce_scatter(
     Source: 1-bit Adam (Tang et al. 2021), section 4; block scales: Zheng et al. 2019.
     """
     chunk, error_blocks, _ = _reduce(x, error, axis_name, bits)
-    return chunk.reshape(-1), _from_flat(error_blocks, x.shape)
+    return chunk.reshape(-1), codec.from_blocks(error_blocks, x.shape)
 
 
 def _reduce(
@@ -390,7 +380,7 @@ def compressed_all_gather(
     )
     flat = whole.reshape(parts, -1)[:, : chunk.size]
     shape = (parts * chunk.shape[0], *chunk.shape[1:]) if chunk.ndim else (parts,)
-    return flat.reshape(shape), _from_flat(new_error, chunk.shape)
+    return flat.reshape(shape), codec.from_blocks(new_error, chunk.shape)
 
 
 def _gather(
@@ -453,5 +443,5 @@ def compressed_all_reduce(
             )
         server_error = server_error.reshape(chunk.shape)
     whole, server_blocks = _gather(chunk, server_error, axis_name, bits, mask)
-    out = _from_flat(whole, x.shape)
-    return out, _from_flat(worker_blocks, x.shape), server_blocks.reshape(-1)
+    out = codec.from_blocks(whole, x.shape)
+    return out, codec.from_blocks(worker_blocks, x.shape), server_blocks.reshape(-1)

@@ -57,6 +57,10 @@ class ZeroConfig:
       momentum_dtype: storage of the local momentum of ``gather="params"``:
         ``"float32"`` or ``"bfloat16"``.
 
+      tiles: whether blocks are tiles of 8 rows and 128 columns of a matrix that divides into
+        such, not 1,024 consecutive values. TPUs lay out memory in these tiles: set it there,
+        it saves copies and up to nine tenths of the temporaries. Elsewhere it costs copies.
+
     Raises:
       ValueError: a value is not one of those above.
 
@@ -79,6 +83,7 @@ class ZeroConfig:
     layer_bits: Literal[8, 16] | None = None
     error_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    tiles: bool = False
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in _DEFAULT_GATHER:
@@ -104,6 +109,8 @@ class ZeroConfig:
                 f"got {self.gather_bits!r}."
             )
         self._check_stage_3()
+        if not isinstance(self.tiles, bool):
+            raise ValueError(f"tiles must be True or False, got {self.tiles!r}.")
         if not _is_one_of(self.error_dtype, _ERROR_DTYPES):
             raise ValueError(
                 f"error_dtype must be one of {_ERROR_DTYPES}, got {self.error_dtype!r}."

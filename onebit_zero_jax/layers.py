@@ -97,8 +97,7 @@ def _whole(value: jax.Array, how: _How) -> jax.Array:
             # One primitive, for the sake of _keeps.
             decode = jax.custom_batching.sequential_vmap(lambda *code: codec.decode(Packed(*code)))
             decoded = decode(*coll.broadcast(code, how.over))
-            decoded = decoded.reshape(parts, -1, *decoded.shape[1:])
-            shards = jax.vmap(lambda blocks: codec.from_blocks(blocks, value.shape))(decoded)
+            shards = decoded.reshape(parts, -1)[:, : value.size].reshape(parts, *value.shape)
             shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
             whole = jnp.moveaxis(shards, 0, axis).reshape(shape)
         else:
@@ -323,7 +322,7 @@ def shard_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> T
                 f"layer_bits=8 codes whole shards, but parameter {jax.tree_util.keystr(path)} is "
                 f"sharded over model axes ({spec}): use layer_bits=16 or None."
             )
-        axis = shard_axis(whole.shape, shards, free)
+        axis = shard_axis(whole.shape, shards, free, zero.tiles)
         shape = list(whole.shape)
         shape[axis] += -shape[axis] % shards
         return Shard(like(x, shape), axis, whole.shape[axis], zero.over)

@@ -63,18 +63,23 @@ def is_shard(x: Any) -> bool:
     return isinstance(x, Shard)
 
 
-def shard_axis(shape: tuple[int, ...], shards: int, among: Sequence[int] = ()) -> int:
+def shard_axis(
+    shape: tuple[int, ...], shards: int, among: Sequence[int] = (), tiles: bool = False
+) -> int:
     """The axis, negative, along which stage 3 cuts a leaf: the longest that pads least.
 
-    The first axis only if cutting it saves padding: it may count stacked layers. Tiles
-    (:func:`codec.to_blocks`) stay whole if they can.
+    The first axis only if cutting it saves padding: it may count stacked layers. With
+    ``tiles`` (:func:`codec.to_blocks`) these stay whole if they can.
     ``among``: axes to choose from, negative; all by default.
 
     Example:
-      >>> [shard_axis(s, 8) for s in ((4, 64, 256), (4, 64, 200), (64, 10), (12, 100))]
-      [-2, -1, -2, -1]
+      >>> [shard_axis(s, 8) for s in ((4, 64, 256), (64, 10), (12, 100))]
+      [-1, -2, -1]
+      >>> shard_axis((4, 64, 256), 8, tiles=True)
+      -2
     """
-    tile = {-1: codec.LANES, -2: codec.ROWS} if codec.is_tiled(shape, codec.LANES) else {}
+    tiled = tiles and codec.is_tiled(shape, codec.LANES)
+    tile = {-1: codec.LANES, -2: codec.ROWS} if tiled else {}
 
     def cost(axis: int) -> tuple[float, bool, bool, int]:
         padding = -shape[axis] % shards / shape[axis]
@@ -119,6 +124,7 @@ class Layout:
     treedef: Any
     slow: int
     fast: int = 1
+    tiles: bool = False
 
     @property
     def parts(self) -> int:
@@ -167,35 +173,37 @@ class Layout:
             compressed = compressed or shard is not None
             blocks, lanes = codec.block_shape(math.prod(shape), parts) if compressed else (0, 0)
             leaves.append(Leaf(name, shape, dtype, compressed, blocks, lanes))
-        return cls(tuple(leaves), treedef, slow, fast)
+        return cls(tuple(leaves), treedef, slow, fast, zero.tiles)
 
     def to_blocks(self, leaf: Leaf, x: jax.Array) -> jax.Array:
         """A whole compressed leaf in blocks, chunk after chunk: ``(N * blocks, 8, lanes)``."""
         if leaf.axis is None:
-            return codec.to_blocks(x, self.parts)
+            return codec.to_blocks(x, self.parts, self.tiles)
         shape = (*x.shape[: leaf.axis], self.parts, -1, *x.shape[leaf.axis + 1 :])
         chunks = jnp.moveaxis(x.reshape(shape), leaf.axis, 0)
-        return jax.vmap(codec.to_blocks)(chunks).reshape(-1, codec.ROWS, leaf.lanes)
+        each = jax.vmap(lambda x: codec.to_blocks(x, tiles=self.tiles))(chunks)
+        return each.reshape(-1, codec.ROWS, leaf.lanes)
 
     def from_blocks(self, leaf: Leaf, blocks: jax.Array) -> jax.Array:
         """Inverse of :meth:`to_blocks`."""
         if leaf.axis is None:
-            return codec.from_blocks(blocks, leaf.shape)
+            return codec.from_blocks(blocks, leaf.shape, self.tiles)
         each = blocks.reshape(self.parts, -1, *blocks.shape[1:])
-        chunks = jax.vmap(lambda x: codec.from_blocks(x, self.shard_shape(leaf)))(each)
+        chunks = jax.vmap(lambda x: self.shard(leaf, x))(each)
         return jnp.moveaxis(chunks, 0, leaf.axis).reshape(leaf.shape)
 
     def own(self, leaf: Leaf, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """This device's chunk, in blocks, of the parameter as the device holds it."""
         if leaf.axis is None:
-            return coll.own(codec.to_blocks(x, self.parts), axes)
-        return codec.to_blocks(x)
+            return coll.own(codec.to_blocks(x, self.parts, self.tiles), axes)
+        return codec.to_blocks(x, tiles=self.tiles)
 
-    def shard_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Shape of a chunk of a leaf that is cut along an axis."""
+    def shard(self, leaf: Leaf, chunk: jax.Array) -> jax.Array:
+        """A chunk, in blocks, as the shard that it is of a leaf that is cut along an axis."""
         assert leaf.axis is not None
         before, after = leaf.shape[: leaf.axis], leaf.shape[leaf.axis + 1 :]
-        return (*before, leaf.shape[leaf.axis] // self.parts, *after)
+        shape = (*before, leaf.shape[leaf.axis] // self.parts, *after)
+        return codec.from_blocks(chunk, shape, self.tiles)
 
     def values(self, tree: Any, what: str) -> list[Any]:
         """Arrays of ``tree`` at the parameters' places."""

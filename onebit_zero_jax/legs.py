@@ -315,8 +315,7 @@ def gather_params(
         s = _learn(step, s._replace(master=master), news)
         new_states.append(s)
         if zero.flat:
-            shard = codec.from_blocks(master, layout.shard_shape(leaf))
-            updates.append(shard.astype(leaf.dtype) - y)
+            updates.append(layout.shard(leaf, master).astype(leaf.dtype) - y)
         elif zero.bits == "dense":
             updates.append(layout.from_blocks(leaf, values[0]) - y)
         else:

@@ -204,7 +204,8 @@ def compile_step(
     names: Any = ("slow", "fast") if min(devices.shape) > 1 else ("data",)
     devices = devices if len(names) == 2 else devices.reshape(-1)
     mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
-    zero = ZeroConfig(axis_name=names if len(names) == 2 else "data", **options)
+    axis = names if len(names) == 2 else "data"
+    zero = ZeroConfig(axis_name=axis, **{"tiles": target.startswith("tpu"), **options})
     tx = optax.chain(clip_by_global_norm(1.0, zero=zero), onebit_adamw(1e-3, zero=zero))
     rows = sequences * math.prod(devices.shape)
     batch = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)

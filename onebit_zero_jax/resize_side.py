@@ -83,8 +83,7 @@ class Side:
     def order(self) -> tuple[Any, ...]:
         """Equal where the same values stand in the same blocks, but for padding at the end."""
         per_piece = self.blocks // self.pieces if self.pieces > 1 else 0
-        # Before it is cut a leaf divides into other tiles, or into none.
-        tiled = codec.is_tiled(self.piece, self.leaf.lanes)
+        tiled = self.zero.tiles and codec.is_tiled(self.piece, self.leaf.lanes)
         return (self.leaf.lanes, self.axis, self.pieces, per_piece, tiled)
 
     @property
@@ -123,7 +122,8 @@ class Side:
 
     def cut(self, x: jax.Array) -> jax.Array:
         """A leaf as the user has it, in blocks."""
-        to_blocks = lambda x: codec.to_blocks(x, self.parts.owners // self.pieces)
+        parts = self.parts.owners // self.pieces
+        to_blocks = lambda x: codec.to_blocks(x, parts, self.zero.tiles)
         if self.pieces == 1:
             return to_blocks(x)
         return jax.vmap(to_blocks)(self._split(self.pad(x))).reshape(self.shape)
@@ -131,9 +131,9 @@ class Side:
     def join(self, blocks: jax.Array) -> jax.Array:
         """Inverse of :meth:`cut`."""
         if self.pieces == 1:
-            return codec.from_blocks(blocks, self.whole)
+            return codec.from_blocks(blocks, self.whole, self.zero.tiles)
         each = blocks.reshape(self.pieces, -1, *blocks.shape[1:])
-        pieces = jax.vmap(lambda x: codec.from_blocks(x, self.piece))(each)
+        pieces = jax.vmap(lambda x: codec.from_blocks(x, self.piece, self.zero.tiles))(each)
         return self.unpad(jnp.moveaxis(pieces, 0, self.axis).reshape(self.padded))
 
     @property
@@ -155,7 +155,7 @@ class Side:
 
     def weight(self, variance: jax.Array, factors: weighting.Factors) -> jax.Array:
         """w in blocks, of ``variance`` in blocks; where devices hold the whole leaf."""
-        factored = codec.to_blocks(weighting.weight_of(factors), self.parts.owners)
+        factored = codec.to_blocks(weighting.weight_of(factors), self.parts.owners, self.zero.tiles)
         return jnp.where(variance > 0, factored, 0.0)
 
 
@@ -166,6 +166,7 @@ def _storage(zero: ZeroConfig) -> ZeroConfig:
         stage=min(zero.stage, 1),
         gather=zero.gather_mode,
         gather_bits=None if params else zero.bits,
+        tiles=zero.tiles,
         error_dtype=zero.error_dtype,
         momentum_dtype=zero.momentum_dtype if params else "float32",
     )

@@ -140,8 +140,8 @@ class TrainStep:
         sharding = getattr(state.step, "sharding", None)
         if not isinstance(sharding, NamedSharding) or isinstance(self._mesh, AbstractMesh):
             return
-        here, there = (sorted(d.id for d in x) for x in (self._mesh.devices.flat,
-                                                         sharding.device_set))  # fmt: skip
+        devices: list[Any] = [self._mesh.devices.flat, sharding.device_set]
+        here, there = (sorted(d.id for d in x) for x in devices)
         if not isinstance(sharding.mesh, AbstractMesh) and here != there:
             raise ValueError(
                 f"state is on devices {there}, but the mesh of train_step has {here}: pass the "

@@ -60,8 +60,8 @@ def dense_steps(warmup: int, refresh: int | None, total: int) -> set[int]:
 class Leaf:
     """Shape of a leaf and its cut into blocks, 8 x 128 or narrower if that pads > 1/16."""
 
-    def __init__(self, shape: tuple[int, ...], parts: int):
-        self.shape, self.size, self.parts = shape, math.prod(shape), parts
+    def __init__(self, shape: tuple[int, ...], parts: int, tiles: bool = False):
+        self.shape, self.size, self.parts, self.tiles = shape, math.prod(shape), parts, tiles
         self.compressed = len(shape) >= 2 and self.size >= 64 * parts
         if not self.compressed:
             return
@@ -86,7 +86,7 @@ class Leaf:
         """Where in the flattened leaf each value of the blocks stands: by tiles, or in order."""
         index = np.arange(self.size).reshape(self.shape)
         *_, rows, cols = self.shape
-        if self.lanes < 128 or rows % 8 or cols % 128:
+        if not self.tiles or self.lanes < 128 or rows % 8 or cols % 128:
             return index.ravel()
         matrices = index.reshape(-1, rows, cols)
         tiles = [

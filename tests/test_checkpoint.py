@@ -378,7 +378,7 @@ def test_metadata_is_checked(copy):
             restore(copy, SHAPES, make_tx(), mesh_of(), ZERO)
 
     refuse("checksum does not match", data_position={"example": 17})
-    refuse("has format 9, this version reads 2", ValueError, format=9)
+    refuse("has format 9, this version reads 1", ValueError, format=9)
     refuse("signed does not make sense", zero={"stage": 7})
     refuse("signed does not make sense", zero={"__class__": "os.system"})
     refuse("signed does not make sense", arrays={".step": [[], "int32"]})

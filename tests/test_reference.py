@@ -200,14 +200,15 @@ def test_every_step(stage, gather, bits, parts, b1, monkeypatch):
     def values(tree):
         return {k: tree[k].value if k in big else tree[k] for k in NAMES}
 
-    zero = ZeroConfig(stage=stage, gather=gather, gather_bits=bits)
+    # On 4 devices blocks are as wide as tiles.
+    zero = ZeroConfig(stage=stage, gather=gather, gather_bits=bits, tiles=parts == 4)
     tx = onebit_adamw(
         learning_rate, b1, B2, EPS, DECAY, zero=zero, warmup_steps=WARMUP, refresh=REFRESH
     )
     rng = np.random.default_rng(stage)
     params = start(rng)
     problem = Problem(rng, parts)
-    leaves = [ref.Leaf(SHAPES[k], parts) for k in NAMES]
+    leaves = [ref.Leaf(SHAPES[k], parts, zero.tiles) for k in NAMES]
     assert [k for k, leaf in zip(NAMES, leaves) if leaf.compressed][:2] == ["bf16", "dead"]
     settings = ref.Settings(
         parts, stage, gather, bits, learning_rate, b1, B2, EPS, DECAY, WARMUP, REFRESH

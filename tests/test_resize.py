@@ -37,6 +37,7 @@ CONVERTED = {
     "stage 0": ("momentum", ZeroConfig(stage=0)),
     "stored": ("params", ZeroConfig(stage=2, error_dtype="int8", momentum_dtype="bfloat16")),
     "int8": ("momentum", ZeroConfig(stage=1, gather_bits=2, error_dtype="int8")),
+    "tiles": ("params", ZeroConfig(stage=2, tiles=True)),
 }
 MODES = TRAINED | {k: zero for k, (_, zero) in CONVERTED.items()}
 
@@ -118,7 +119,7 @@ def seen(state):
 
         def whole(x, n=leaf.size, shape=leaf.shape):
             if np.ndim(x) == 3:
-                x = codec.from_blocks(x, shape)
+                x = codec.from_blocks(x, shape, zero.tiles)
             return np.asarray(x, np.float64).reshape(-1)[:n].reshape(shape)
 
         out = {"y": whole(state.params[key])}
@@ -131,7 +132,8 @@ def seen(state):
         def workers(x, leaf=leaf):
             x = storage.load(x)
             x = x.reshape(slow, -1, *x.shape[1:])
-            return np.array([codec.from_blocks(each, leaf.shape) for each in x], np.float64)
+            each = [codec.from_blocks(each, leaf.shape, zero.tiles) for each in x]
+            return np.array(each, np.float64)
 
         v = s.variance if zero.stage else s.shared
         w = weighting.weight_of(s.factors)
@@ -142,7 +144,7 @@ def seen(state):
             if zero.stage:
                 out["alive"] = whole(codec.unpack_bits(s.shared))
         else:
-            weight = codec.to_blocks(w, parts)
+            weight = codec.to_blocks(w, parts, zero.tiles)
             out.update(
                 M=whole(codec.decode(s.momentum, weight)), E=whole(storage.load(s.server_error))
             )
