@@ -206,18 +206,23 @@ def reduce_compressed(
     states: list[ChunkState],
     local: list[jax.Array],
     weights: list[jax.Array],
-) -> tuple[list[ChunkState], list[Owned], jax.Array]:
-    """1-bit reduce leg with worker error; v and w stay. Also returns the residual's norms."""
+) -> tuple[tuple[list[ChunkState], list[Owned]], jax.Array]:
+    """1-bit reduce leg with worker error; v and w stay.
+
+    Also returns float32 ``(1, 3)``: square norms of what the codes lost and of what they
+    encoded, and the L1 norm of that, all weighted.
+    """
     zero = step.zero
     new_states: list[ChunkState] = []
     codes: list[jax.Array] = []
-    norms = coll.vary(jnp.zeros((1, 2), jnp.float32), zero.axes + coll.model_axes(zero.axes))
+    norms = coll.vary(jnp.zeros((1, 3), jnp.float32), zero.axes + coll.model_axes(zero.axes))
     for s, m, w in zip(states, local, weights, strict=True):
         e = None if s.worker_error is None else storage.load(s.worker_error)
         code, new_e = codec.encode(m, e, bits=1, weight=w, limit=OUTLIER)
         c = m if e is None else m + e
         lost, had = jnp.sum(jnp.square(new_e * w)), jnp.sum(jnp.square(c * w))
-        norms = norms + coll.share(m, zero.axes) * jnp.stack([lost, had])[None]
+        new = jnp.stack([lost, had, jnp.sum(jnp.abs(c * w))])
+        norms = norms + coll.share(m, zero.axes) * new[None]
         if e is not None:
             s = s._replace(worker_error=storage.store(new_e, zero.error_dtype))
         new_states.append(s)
@@ -227,22 +232,23 @@ def reduce_compressed(
             lambda arrays: coll.exchange(arrays, zero.slow), codes, zero.axes
         )
     owned = []
-    for k, (leaf, s) in enumerate(zip(leaves, states, strict=True)):
-        # Made again for the own chunk alone: a slice of w would have XLA write out all of w.
-        again = s._replace(factors=lax.optimization_barrier(s.factors))
-        weight = leaf_weight(step, leaf, again, step.own)
+    for k, (leaf, s, w) in enumerate(zip(leaves, states, weights, strict=True)):
+        weight = coll.own(w, zero.slow)
+        if zero.tiles:
+            # Made again for the own chunk: XLA for TPU would write out all of w for a slice.
+            again = s._replace(factors=lax.optimization_barrier(s.factors))
+            weight = leaf_weight(step, leaf, again, step.own)
         m = codec.decode_mean(Packed(received[2 * k], received[2 * k + 1]), weight)
         v = s.variance if zero.stage else step.own(s.shared)
         owned.append(Owned(m, v, weight, ()))
-    return new_states, owned, norms
+    return (new_states, owned), norms
 
 
 def reduce_refresh(
     step: Step,
     dense: tuple[list[ChunkState], list[Owned]],
-    coded: tuple[list[ChunkState], list[Owned], jax.Array],
-    residual: jax.Array,
-) -> tuple[list[ChunkState], list[Owned], jax.Array]:
+    coded: tuple[list[ChunkState], list[Owned]],
+) -> tuple[list[ChunkState], list[Owned]]:
     """After warm-up a dense step with local momentum is a compressed step, but for v.
 
     M of the last code holds coding errors that the worker errors take back in this one.
@@ -260,7 +266,7 @@ def reduce_refresh(
         o._replace(momentum=pick(o.momentum, c.momentum))
         for o, c in zip(dense[1], coded[1], strict=True)
     ]
-    return chunks, owned, pick(residual, coded[2])
+    return chunks, owned
 
 
 def _learn(step: Step, s: ChunkState, news: list[jax.Array]) -> ChunkState:

@@ -42,7 +42,7 @@ from onebit_zero_jax.state import (
 
 Phase = Literal["dense", "compressed"]
 
-# Compressed steps after warm-up whose weighted momentum later ones are compared with.
+# Compressed steps after warm-up that later ones are compared with.
 REFERENCE_CODES = 32
 # 16 intervals of refreshes must fit int32.
 _MAX_STEPS = 2**27
@@ -321,14 +321,8 @@ def _check(
         coll.check_varies(leaf.path, g, axis_name)
 
 
-def _staleness(
-    before: jax.Array, local: list[jax.Array], weights: list[jax.Array], axes: coll.AxisName
-) -> jax.Array:
-    """``ZeroState.staleness`` after the momenta ``local`` were encoded."""
-    norms = [
-        coll.share(m, axes) * jnp.sum(jnp.abs(m * w)) for m, w in zip(local, weights, strict=True)
-    ]
-    norm = sum(norms, jnp.zeros((), jnp.float32))
+def _staleness(before: jax.Array, norm: jax.Array) -> jax.Array:
+    """``ZeroState.staleness`` after values of this norm were encoded."""
     _, total, count = before[0]
     first = (count < REFERENCE_CODES).astype(jnp.float32)
     return jnp.stack([norm, total + first * norm, count + first])[None]
@@ -381,19 +375,16 @@ def _walk(
 
     # Reduce leg.
     residual, staleness, owned = state.residual, state.staleness, list[Owned]()
+    exact = reduce_dense(step, leaves, chunks, blocks, previous) if big and step.dense else None
     if big and (step.gathers_params or not step.dense):
-        staleness = jnp.where(
-            step.exact, staleness, _staleness(staleness, local, weights, zero.axes)
-        )
-    if big and step.dense:
-        exact = reduce_dense(step, leaves, chunks, blocks, previous)
-        if step.gathers_params:
-            coded = reduce_compressed(step, leaves, chunks, local, weights)
-            chunks, owned, residual = reduce_refresh(step, exact, coded, residual)
-        else:
-            chunks, owned = exact
-    elif big:
-        chunks, owned, residual = reduce_compressed(step, leaves, chunks, local, weights)
+        coded, norms = reduce_compressed(step, leaves, chunks, local, weights)
+        # In warm-up no code is applied.
+        dropped = step.exact if step.dense else False
+        residual = jnp.where(dropped, residual, norms[:, :2])
+        staleness = jnp.where(dropped, staleness, _staleness(staleness, norms[0, 2]))
+        chunks, owned = coded if exact is None else reduce_refresh(step, exact, coded)
+    elif exact is not None:
+        chunks, owned = exact
 
     # Owner's update and gather leg, or gather leg and everyone's update.
     updates: list[Any] = [None] * len(states)

@@ -96,8 +96,8 @@ class ZeroState(NamedTuple):
       nonfinite: int32 ``(leaves,)``, steps skipped for a non-finite gradient of that leaf.
       residual: float32 ``(1, 2)``, different on each device: weighted square norms of the
         worker error left by the last compressed step, and of what it encoded.
-      staleness: float32 ``(1, 3)``, different on each device: L1 norm of the weighted local
-        momentum that was last encoded, its sum over the first 32 codes, and their number.
+      staleness: float32 ``(1, 3)``, different on each device: weighted L1 norm of what was
+        last encoded, its sum over the first 32 codes, and their number.
       starts: int32 ``(3,)``, steps from which refreshes count, see :class:`Phases`.
       norms: float32 ``(8,)``, L1 norms of v at the last checks; ``warmup_steps="auto"`` only.
       leaves: the parameters' tree with a :class:`ChunkState` or :class:`DenseState` in

@@ -322,7 +322,7 @@ def _typed_as(update: jax.Array, param: jax.Array) -> jax.Array:
 
 
 def _norms(staleness: jax.Array) -> jax.Array:
-    """The weighted norm of the momentum last encoded, and the mean of the first ones."""
+    """The weighted norm of what was last encoded, and the mean of the first ones."""
     now, total, count = staleness[0]
     return jnp.stack([now, total / jnp.maximum(count, 1.0)])
 

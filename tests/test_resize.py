@@ -280,6 +280,7 @@ def test_same_mesh_changes_no_bit(mode):
         pytest.param("params", "momentum", 4, marks=pytest.mark.slow),
         ("momentum", "params", 4),
         ("momentum", "stage 0", 8),
+        ("params", "tiles", 4),
         pytest.param("stage 0", "int8", 4, marks=pytest.mark.slow),
     ],
 )
@@ -298,7 +299,7 @@ def test_stages_and_gather_legs_convert(old, new, parts):
         np.testing.assert_array_equal(t["w"], s["w"])
         # Next: the mean of b1 m + e over workers, and E.
         start = s["mean_m"] if old == "params" else s["M"]
-        goes_on = t["mean_m"] if new == "params" else t["M"]
+        goes_on = t["mean_m"] if b.gather_mode == "params" else t["M"]
         owed = s["mean_e"] + s.get("E", 0)
         close(B1 * goes_on + t["mean_e"] + t.get("E", 0), B1 * start + owed, tolerance)
         if new == "params":
