@@ -279,7 +279,7 @@ def test_same_mesh_changes_no_bit(mode):
         ("params", "momentum", 8),
         pytest.param("params", "momentum", 4, marks=pytest.mark.slow),
         ("momentum", "params", 4),
-        ("momentum", "stage 0", 8),
+        pytest.param("momentum", "stage 0", 8, marks=pytest.mark.slow),
         ("params", "tiles", 4),
         pytest.param("stage 0", "int8", 4, marks=pytest.mark.slow),
     ],
