@@ -66,18 +66,18 @@ class Config:
 # ---------------------------------------------------------------- ablations and inner chains
 
 
-def _exact_reduce(step: Any, states: Any, local: Any, weights: Any) -> Any:
+def _exact_reduce(step: Any, leaves: Any, states: Any, local: Any, weights: Any) -> Any:
     """The compressed step without its code: M is the exact mean of the local momenta."""
     owned = []
     for s, m, w in zip(states, local, weights, strict=True):
         mean = step.own(jax.lax.pmean(m, step.zero.slow))
         owned.append(legs.Owned(mean, s.variance, step.own(w), ()))
-    return states, owned, jnp.zeros((1, 2), jnp.float32)
+    return (states, owned), jnp.zeros((1, 3), jnp.float32)
 
 
-def _restart(step: Any, dense: Any, coded: Any, residual: Any) -> Any:
+def _restart(step: Any, dense: Any, coded: Any) -> Any:
     """A refresh whose M is b1 M + (1 - b1) g, not that of the code."""
-    return *dense, residual
+    return dense
 
 
 def _unweighted(row: jax.Array, col: jax.Array, shape: tuple[int, ...]) -> weighting.Factors:
