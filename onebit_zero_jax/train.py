@@ -138,11 +138,14 @@ class TrainStep:
 
     def _check_devices(self, state: TrainState) -> None:
         sharding = getattr(state.step, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or isinstance(self._mesh, AbstractMesh):
+        meshes = self._mesh, getattr(sharding, "mesh", None)
+        if not isinstance(sharding, NamedSharding) or any(
+            isinstance(mesh, AbstractMesh) for mesh in meshes
+        ):
             return
         devices: list[Any] = [self._mesh.devices.flat, sharding.device_set]
         here, there = (sorted(d.id for d in x) for x in devices)
-        if not isinstance(sharding.mesh, AbstractMesh) and here != there:
+        if here != there:
             raise ValueError(
                 f"state is on devices {there}, but the mesh of train_step has {here}: pass the "
                 "mesh of init, or move the state with resize."

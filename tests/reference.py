@@ -316,7 +316,7 @@ def step(
                 s["e"][k] *= z.error_feedback
                 size["e"][k] *= z.error_feedback
                 ties += tied
-                norm = np.abs(m[k] * w).sum()
+                norm = np.abs(c * w).sum()
                 new["staleness"][k, :2] += norm, norm * (codes[k] < 32)
         w = weight(leaf, s)
 
