@@ -96,11 +96,11 @@ def without_model_axis(zero):
         pytest.param(ZeroConfig(stage=0), AxisType.Auto, marks=pytest.mark.slow),
         pytest.param(ZeroConfig(stage=1), AxisType.Explicit, marks=pytest.mark.slow),
         (ZeroConfig(stage=2), AxisType.Auto),
-        pytest.param(ZeroConfig(stage=3), AxisType.Auto, marks=pytest.mark.slow),
+        (ZeroConfig(stage=3), AxisType.Explicit),
         pytest.param(
             ZeroConfig(axis_name=("slow", "fast"), stage=2), AxisType.Auto, marks=pytest.mark.slow
         ),
-        (ZeroConfig(axis_name=("slow", "fast"), stage=3), AxisType.Explicit),
+        (ZeroConfig(axis_name=("slow", "fast"), stage=3), AxisType.Auto),
     ],
     ids=lambda v: f"{v.axis_name}-{v.stage}" if isinstance(v, ZeroConfig) else str(v),
 )
