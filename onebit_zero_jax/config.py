@@ -56,7 +56,6 @@ class ZeroConfig:
         nothing), ``"bfloat16"`` or ``"int8"``; bounds in :func:`storage.store`.
       momentum_dtype: storage of the local momentum of ``gather="params"``:
         ``"float32"`` or ``"bfloat16"``.
-
       tiles: whether blocks are tiles of 8 rows and 128 columns of a matrix that divides into
         such, not 1,024 consecutive values. TPUs lay out memory in these tiles: set it there,
         it saves copies and up to nine tenths of the temporaries. Elsewhere it costs copies.
