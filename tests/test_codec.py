@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from values import EPS, assert_same, f32, f64, few, random
 
-from onebit_zero_jax import codec, storage, weighting
+from onebit_zero_jax import codec, weighting
 from onebit_zero_jax.codec import Packed
 from onebit_zero_jax.weighting import Factors
 
-EPS = 2.0**-24
+pytestmark = pytest.mark.usefixtures("strict_types")
+
 SHAPES = [(), (0,), (3, 0), (5,), (7, 11), (1024,), (1025,), (3, 1000), (2, 4, 130)]
 # Two widths: LLVM's vector loop and its remainder.
 BLOCKS = [(2, 8, 128), (3, 8, 5)]
@@ -25,10 +27,6 @@ BITS = [1, 3, 8]
 _encode = jax.jit(codec.encode, static_argnames="bits")
 decode = jax.jit(codec.decode)
 decode_mean = jax.jit(codec.decode_mean)
-store = jax.jit(storage.store, static_argnames="dtype")
-load = jax.jit(storage.load)
-encode_log = jax.jit(storage.encode_log)
-decode_log = jax.jit(storage.decode_log)
 
 
 def encode(x, error=None, *, bits=1, weight=None):
@@ -37,43 +35,10 @@ def encode(x, error=None, *, bits=1, weight=None):
     )
 
 
-@jax.jit
-def weight_of(v):
-    return weighting.weight_of(weighting.weight_factors(*weighting.mean_factors(v), v.shape))
-
-
 @functools.partial(jax.jit, static_argnames="parts")
 def blocks_and_back(x, parts):
     blocks = codec.to_blocks(x, parts)
     return blocks, codec.from_blocks(blocks, x.shape), codec.padding_mask(x.size, parts)
-
-
-@pytest.fixture(autouse=True)
-def _strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
-def few(examples):
-    return hypothesis.settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None
-    )
-
-
-def f32(x):
-    return np.asarray(x, np.float32)
-
-
-def f64(x):
-    return np.asarray(x, np.float64)
-
-
-def random(seed, shape, spread=1.0):
-    """Heavy-tailed float32 values of very different blocks, some of them 0."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal(shape))
-    x *= np.exp(5 * rng.standard_normal((*shape[:-2], 1, 1))) * (rng.random(shape) > 0.05)
-    return x.astype(np.float32)
 
 
 def random_weight(seed, shape):
@@ -106,13 +71,6 @@ def np_decode(code, weight=None):
     top = 2 ** planes.shape[-2] - 1
     value = (2 * unpack(planes) - top).astype(np.float32) * (scale * np.float32(1 / top))
     return over(value, weight)
-
-
-def assert_same(got, want):
-    """Equal to the bit, but for the sign of zero."""
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype
-    np.testing.assert_array_equal(got, want)
 
 
 # ---------------------------------------------------------------- blocks
@@ -382,150 +340,6 @@ def test_no_temporaries_of_the_size_of_the_values(program, args):
     memory = jax.jit(program).lower(*args).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 2**20 / 8
-
-
-# ---------------------------------------------------------------- weights
-
-
-@pytest.mark.parametrize(
-    "shape, axes",
-    [
-        ((512, 2048), (0, 1)),
-        ((2048, 512), (0, 1)),
-        ((24, 512, 2048), (1, 2)),
-        ((3, 3, 64, 128), (2, 3)),
-        ((512, 8, 64), (0, 2)),
-        ((8, 64, 512), (1, 2)),
-        ((64, 64, 64), (1, 2)),
-        ((64, 3, 64), (0, 2)),
-        ((1, 1), (0, 1)),
-    ],
-)
-def test_rows_and_columns_are_the_two_largest_axes(shape, axes):
-    assert weighting.factored_axes(shape) == axes
-
-
-def test_vectors_have_no_factors():
-    with pytest.raises(ValueError, match=r"\(5,\)"):
-        weighting.factored_axes((5,))
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (3, 5, 7), (7, 2, 9)])
-def test_weight_follows_the_factored_variance(shape):
-    v = np.square(random(0, shape).astype(np.float64)).astype(np.float32) + np.float32(1e-3)
-    row, col = weighting.factored_axes(shape)
-    r, c = f64(v).mean(col, keepdims=True), f64(v).mean(row, keepdims=True)
-    np.testing.assert_allclose(
-        weight_of(v), (r * c / r.mean(row, keepdims=True)) ** -0.5, rtol=64 * EPS
-    )
-
-
-def test_rank_one_variance_gives_its_inverse_root():
-    v = f32(np.outer([1.0, 4.0, 9.0], [2.0, 3.0, 5.0, 7.0]))
-    np.testing.assert_allclose(weight_of(v), v**-0.5, rtol=16 * EPS)
-
-
-def test_unseen_rows_and_columns_have_weight_zero():
-    v = np.ones((4, 5), np.float32)
-    v[1], v[:, 3] = 0, 0
-    np.testing.assert_array_equal(np.asarray(weight_of(v)) > 0, v > 0)
-    assert not np.asarray(weight_of(0 * v)).any()
-
-
-@pytest.mark.parametrize("level", [1e37, 1e36, 1.0, 1e-36, 2e-38, 1e-44])
-def test_weight_of_extreme_variances(level):
-    """Gradients of 1e18 and 1e-18, and row means whose sum overflows, not their mean."""
-    row, col = np.full((64, 1), level, np.float32), np.full((1, 2), level, np.float32)
-    factors = jax.jit(weighting.weight_factors, static_argnums=2)(row, col, (64, 2))
-    want = min(level**-0.5, 1e18) if level > 1.2e-38 else 0.0
-    np.testing.assert_allclose(weighting.weight_of(factors), want, rtol=1e-5)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_nonfinite_variance_kills_its_row_and_column_alone(bad):
-    v = np.full((4, 5), 4.0, np.float32)
-    v[1, 3] = bad
-    weight = np.asarray(weight_of(v))
-    assert np.isfinite(weight).all()
-    dead = np.zeros(v.shape, bool)
-    dead[1], dead[:, 3] = True, True
-    assert not weight[dead].any()
-    # mean R counts the bad row as 0.
-    np.testing.assert_allclose(weight[~dead], (4 * 4 / 3) ** -0.5, rtol=1e-6)
-
-
-def test_weight_spans_the_range_without_overflow():
-    v = f32([[1e36, 0.0, 1e-2], [1e-36, 1e-36, 1e-36], [1e-30, 0.0, 1e30]])
-    weight = np.asarray(weight_of(v))
-    assert np.isfinite(weight).all()
-    assert weight.max() <= 1e18
-    inverse = np.asarray(jax.jit(codec.inverse)(weight))
-    assert np.isfinite(inverse).all()
-    np.testing.assert_array_equal(inverse > 0, weight > 0)
-
-
-def test_inverse_is_finite_and_zero_at_zero():
-    weight = f32([0.0, 1e-40, 1.2e-38, 0.5, 1e37])
-    got = jax.jit(codec.inverse)(weight)
-    np.testing.assert_allclose(got, [0, 0, 1 / 1.2e-38, 2, 1e-37], rtol=1e-5)
-
-
-# ---------------------------------------------------------------- storage
-
-
-def test_float32_is_stored_as_it_is():
-    x = random(0, (3, 8, 5))
-    assert_same(load(store(x, "float32")), x)
-
-
-@few(10)
-@hypothesis.given(seed=st.integers(0, 2**32))
-def test_bfloat16_loses_at_most_half_a_unit_of_8_bits(seed):
-    x = random(seed, (3, 8, 128), spread=3.0)
-    got = f64(load(store(x, "bfloat16")))
-    assert (np.abs(got - x) <= 2.0**-8 * np.abs(x)).all()
-
-
-@few(10)
-@hypothesis.given(seed=st.integers(0, 2**32))
-def test_int8_loses_at_most_half_a_step_of_two_rows(seed):
-    x = random(seed, (3, 8, 128), spread=2.0)
-    x[1, 2:4] = 0
-    x[2, 4:6] *= 1e-30
-    stored = store(x, "int8")
-    assert isinstance(stored, storage.Int8)
-    assert stored.values.dtype == jnp.int8
-    assert stored.scale.shape == (3, 4, 1)
-    got = load(stored)
-    assert got.dtype == jnp.float32
-    lost = np.abs(f64(got) - x).reshape(3, 4, -1)
-    half = np.abs(f64(x)).reshape(3, 4, -1).max(-1, keepdims=True) / 254
-    assert (lost <= half * (1 + 512 * EPS)).all()
-
-
-@few(10)
-@hypothesis.given(seed=st.integers(0, 2**32), spread=st.floats(0, 12))
-def test_log_code_is_within_an_eighth_of_an_octave(seed, spread):
-    x = np.abs(random(seed, (3, 8, 128), spread))
-    x[1] = 0
-    code, top = encode_log(x)
-    assert code.dtype == jnp.uint8
-    got = f64(decode_log(code, top))
-    assert_same(top, x.max((-2, -1), keepdims=True))
-    np.testing.assert_array_equal(got > 0, x > 0)
-    reach = (x > 0) & (x >= 2.0**-63 * f64(top))
-    ratio = got[reach] / x[reach]
-    slack = 1 + 1e-5
-    assert ratio.max() <= 2**0.125 * slack
-    assert ratio.min() >= 2**-0.125 / slack
-    assert (got == top)[x == np.asarray(top)].all()
-
-
-def test_log_code_ends_at_its_lowest_level():
-    x = np.zeros((1, 8, 1), np.float32)
-    x[0, :3, 0] = 1.0, 2.0**-63.5, 1e-30
-    got = np.asarray(decode_log(*encode_log(x)))[0, :4, 0]
-    np.testing.assert_allclose(got, [1.0, 2.0**-63.5, 2.0**-63.5, 0.0], rtol=1e-5)
 
 
 def test_outliers_count_up_to_the_limit():
