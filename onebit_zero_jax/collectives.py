@@ -52,7 +52,7 @@ def _on_mesh(axis_name: AxisName) -> bool:
     return _names(axis_name) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _tracks_types(axis_name: AxisName) -> bool:
+def tracks_types(axis_name: AxisName) -> bool:
     """Whether arrays carry the axes they vary over (``shard_map(check_vma=True)``)."""
     if not _on_mesh(axis_name):
         return False
@@ -86,7 +86,7 @@ def model_axes_of(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
 def check_model_axes(axis_name: AxisName) -> None:
     """Raises if types do not tell which leaves are pieces over further mesh axes."""
     names = model_axes(axis_name)
-    if names and not _tracks_types(axis_name):
+    if names and not tracks_types(axis_name):
         raise ValueError(
             f"mesh axes {names} are bound besides {axis_name!r}, and check_vma=False hides which "
             "parameters are sharded over them: use shard_map(check_vma=True), or train_step."
@@ -101,7 +101,7 @@ def share(x: jax.Array, axis_name: AxisName) -> float:
 
 def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
     """Raises if a gradient is typed as equal on all devices, i.e. was already reduced."""
-    if axis_size(axis_name) == 1 or not _tracks_types(axis_name):
+    if axis_size(axis_name) == 1 or not tracks_types(axis_name):
         return
     if not _names(axis_name) <= jax.typeof(x).manual_axis_type.varying:
         raise ValueError(

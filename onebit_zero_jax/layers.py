@@ -47,7 +47,7 @@ class _How:
     """How a shard is gathered, and what its gradient is.
 
     Attributes:
-      axis, size, over: of the :class:`Shard`.
+      axis, size, over, model: of the :class:`Shard`.
       dtype: that the loss computes in.
       bits: of a gathered value, see ``ZeroConfig.layer_bits``.
       reduce: the gradient is the mean over ``over``, of the shard; else it is the local
@@ -57,9 +57,31 @@ class _How:
     axis: int
     size: int
     over: tuple[str, ...]
+    model: tuple[Any, ...]
     dtype: Any
     bits: int | None
     reduce: bool
+
+    def on_pieces(self, fn: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+        """``fn`` on the piece of an array that a device has over model axes.
+
+        A collective over some axes alone makes XLA gather its operand over all others.
+        """
+
+        def run(x: jax.Array) -> jax.Array:
+            spec = P(*self.model[max(0, len(self.model) - x.ndim) :])
+            if not _names(spec):
+                return fn(x)
+            mapped = jax.shard_map(
+                fn,
+                in_specs=spec,
+                out_specs=spec,
+                axis_names=_names(spec),
+                check_vma=coll.tracks_types(self.over),
+            )
+            return mapped(x)
+
+        return run
 
 
 @functools.partial(
@@ -90,6 +112,10 @@ def _has_shards(tree: Tree) -> bool:
 
 def _whole(value: jax.Array, how: _How) -> jax.Array:
     """The parameter in the loss's dtype, from every device's shard."""
+    return how.on_pieces(functools.partial(_whole_piece, how=how))(value)
+
+
+def _whole_piece(value: jax.Array, how: _How) -> jax.Array:
     axis, parts = value.ndim + how.axis, coll.axis_size(how.over)
     with jax.named_scope("layer_gather"):
         if how.bits == 8:
@@ -101,8 +127,7 @@ def _whole(value: jax.Array, how: _How) -> jax.Array:
             shape = (*value.shape[:axis], parts * value.shape[axis], *value.shape[axis + 1 :])
             whole = jnp.moveaxis(shards, 0, axis).reshape(shape)
         else:
-            # No reshape: it would move what model axes shard. Unsigned integers: XLA on CPU
-            # widens collectives of bfloat16.
+            # Unsigned integers: XLA on CPU widens collectives of bfloat16.
             wire = jnp.dtype(jnp.bfloat16 if how.bits == 16 else how.dtype)
             whole = lax.bitcast_convert_type(value.astype(wire), f"uint{8 * wire.itemsize}")
             for name in reversed(how.over):
@@ -131,7 +156,10 @@ def _gather_bwd(how: _How, like: jax.Array, cotangent: jax.Array) -> tuple[jax.A
         return jnp.zeros_like(part, like.dtype), local
     with jax.named_scope("fast_leg"):
         (name,) = how.over
-        mean = lax.psum_scatter(local, name, scatter_dimension=axis, tiled=True) / parts
+        scatter = functools.partial(
+            lax.psum_scatter, axis_name=name, scatter_dimension=axis, tiled=True
+        )
+        mean = how.on_pieces(scatter)(local) / parts
     return mean.astype(like.dtype), None
 
 
@@ -214,7 +242,8 @@ def wrap(params: Tree, zero: ZeroConfig, dtype: Any) -> Tree:
     def put(x: Any) -> Any:
         if not is_shard(x):
             return x
-        how = _How(x.axis, x.size, x.over, dtype or x.value.dtype, zero.layer_bits, not zero.flat)
+        cut = (x.axis, x.size, x.over, x.model)
+        how = _How(*cut, dtype or x.value.dtype, zero.layer_bits, reduce=not zero.flat)
         slot = gradient_zeros(x, zero) if zero.flat else None
         return _Shard(x.value, slot, how)
 
@@ -317,15 +346,11 @@ def shard_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> T
                 f"parameter {jax.tree_util.keystr(path)} of shape {whole.shape} is sharded over "
                 f"model axes along every dim ({spec}); stage 3 needs one that is not."
             )
-        if _names(spec) and zero.layer_bits == 8:
-            raise ValueError(
-                f"layer_bits=8 codes whole shards, but parameter {jax.tree_util.keystr(path)} is "
-                f"sharded over model axes ({spec}): use layer_bits=16 or None."
-            )
         axis = shard_axis(whole.shape, shards, free, zero.tiles)
         shape = list(whole.shape)
         shape[axis] += -shape[axis] % shards
-        return Shard(like(x, shape), axis, whole.shape[axis], zero.over)
+        model = tuple(_entries(spec, ndim)) if _names(spec) else ()
+        return Shard(like(x, shape), axis, whole.shape[axis], zero.over, model)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_shard)
 

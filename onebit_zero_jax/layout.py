@@ -30,7 +30,9 @@ MIN_CHUNK = 64
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["axis", "size", "over"]
+    jax.tree_util.register_dataclass,
+    data_fields=["value"],
+    meta_fields=["axis", "size", "over", "model"],
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -45,12 +47,15 @@ class Shard:
       axis: the axis that is cut, negative.
       size: length of that axis without padding.
       over: mesh axes it is sharded over.
+      model: mesh axes other than the data-parallel ones that shard it: entries of a
+        PartitionSpec, one per axis; they count from the end too.
     """
 
     value: Any
     axis: int
     size: int
     over: tuple[str, ...]
+    model: tuple[Any, ...] = ()
 
 
 def is_compressed(shape: tuple[int, ...], parts: int) -> bool:
