@@ -1,5 +1,6 @@
 """Gradient norms and clipping that all devices agree on."""
 
+import math
 from typing import Any
 
 import jax
@@ -16,23 +17,48 @@ from onebit_zero_jax.layout import is_shard
 SKETCH_SIZE = 1031
 
 
-def _signs(size: int, seed: jax.Array) -> jax.Array:
+# Rows of a folded matrix: enough for a column that holds all of the norm.
+_FOLDED_ROWS = range(512, SKETCH_SIZE, 8)
+
+
+def _signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """Fixed pseudo-random signs: the top bit of a hash of the index (murmur3's finalizer)."""
-    h = lax.iota(jnp.uint32, size) ^ (seed * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15))
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    h = index ^ (seed * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15))
     h = (h ^ (h >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     h = h ^ (h >> jnp.uint32(16))
     return jnp.where(h >> jnp.uint32(31) == 1, 1.0, -1.0).astype(jnp.float32)
 
 
+def _folded_rows(shape: tuple[int, ...]) -> int | None:
+    """Rows to which those of a large leaf are summed up before they fill buckets; None for no sum.
+
+    Groups of rows are added up as they lie in memory. To fill buckets moves every value on
+    TPU; so it moves fewer. The same row of stacked matrices becomes different ones, as far
+    as ``rows`` allows: a norm that sits in one place of every matrix is known less well.
+    """
+    if len(shape) < 2 or shape[-2] % 8 or not math.prod(shape):
+        return None
+    rows = math.prod(shape[:-1])
+    options = [(n // math.gcd(n, shape[-2]), n) for n in _FOLDED_ROWS if rows % n == 0]
+    return max(options)[1] if options else None
+
+
 def _sketch(leaf: jax.Array, seed: int, first: int, piece: jax.Array | int = 0) -> jax.Array:
     """Linear map to ``SKETCH_SIZE`` values whose square norm is, on average, the leaf's.
 
-    Values fill the buckets in turn, from bucket ``first + piece * leaf.size`` on.
+    Values, or sums of :func:`_folded_rows`, fill the buckets in turn, from bucket
+    ``first + piece * leaf.size`` on.
     """
     mixed = jnp.uint32(seed) + jnp.uint32(1 << 20) * jnp.asarray(piece, jnp.uint32)
-    flat = jnp.ravel(leaf).astype(jnp.float32) * _signs(leaf.size, mixed)
-    flat = jnp.pad(flat, (0, -leaf.size % SKETCH_SIZE))
+    rows = _folded_rows(leaf.shape)
+    x = leaf[None] if rows is None else leaf.reshape(-1, rows, leaf.shape[-1])
+    flat = jnp.ravel(jnp.sum(x.astype(jnp.float32) * _signs(x.shape, mixed), axis=0))
+    flat = jnp.pad(flat, (0, -flat.size % SKETCH_SIZE))
     start = (first + piece * (leaf.size % SKETCH_SIZE)) % SKETCH_SIZE
     return jnp.roll(jnp.sum(flat.reshape(-1, SKETCH_SIZE), axis=0), start)
 

@@ -20,6 +20,7 @@ from onebit_zero_jax import (
     onebit_adamw,
     zero_shard,
 )
+from onebit_zero_jax import clip as clipping
 from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.state import zero_states
 
@@ -441,6 +442,22 @@ def test_global_norm_is_that_of_the_mean_gradient():
     np.testing.assert_allclose(exact, mean_norm(few), rtol=1e-6)
     for parts in (1, 8):
         assert same(on_devices(lambda _: global_norm({}, "data"), parts)(np.zeros(parts))) == 0
+
+
+@pytest.mark.parametrize(
+    "shape, rows",
+    [((6, 512, 40), 768), ((4096, 72), 1024), ((2040, 33), 680), ((3, 2, 8, 0), None)],
+)
+def test_global_norm_where_rows_are_added_up(shape, rows):
+    """Wherever the norm sits: everywhere, in a row, in a column."""
+    assert clipping._folded_rows(shape) == rows
+    norm = on_devices(lambda g: global_norm(g, "data"), 2)
+    for seed, place in enumerate(((), (..., 3, slice(None)), (..., 5)) * 4):
+        grads = np.random.default_rng(seed).normal(size=(2, *shape)).astype(np.float32)
+        if grads.size:
+            grads[(slice(None), *place)] *= 1000
+        want = mean_norm({"a": grads})
+        assert abs(same(norm({"a": grads})) - want) <= 0.08 * want, place
 
 
 def test_clip_by_global_norm():
