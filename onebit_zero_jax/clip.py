@@ -111,7 +111,7 @@ def global_norm(grads: Any, axis_name: coll.AxisName) -> jax.Array:
         values = values + scale * _sketch(x, i, first, piece)
         first = (first + x.size * (coll.axis_size(pieces) if pieces else 1)) % SKETCH_SIZE
     with jax.named_scope("metrics"):
-        values = lax.psum(coll.vary(values, names + model), names + model) / parts
+        values = coll.psum(values, names, model) / parts
     # Squares of values near the end of float32 overflow.
     top = jnp.max(jnp.abs(values), initial=0.0)
     unit = values / jnp.where(top > 0, top, 1.0)

@@ -116,19 +116,19 @@ def check_varies(path: str, x: jax.Array, axis_name: AxisName) -> None:
 # ---------------------------------------------------------------- one buffer per leg
 
 
-# A buffer of fewer bytes is one row: no padding.
-_MIN_IN_ROWS = 4096
+# A buffer of fewer bytes is one row, without padding, and summed up in one collective.
+MIN_IN_ROWS = 4096
 
 
 def buffer_bytes(total: int) -> int:
     """Bytes of one part of a leg's buffer, from those of the arrays in it: with its padding."""
-    return total if total < _MIN_IN_ROWS else total + -total % codec.LANES
+    return total if total < MIN_IN_ROWS else total + -total % codec.LANES
 
 
 def _rows(arrays: Sequence[jax.Array], parts: int) -> tuple[int, list[bool]]:
     """How wide the rows of a buffer are, and which arrays fill whole ones."""
     sizes = [x.size * x.dtype.itemsize // parts for x in arrays]
-    width = sum(sizes) if sum(sizes) < _MIN_IN_ROWS else codec.LANES
+    width = sum(sizes) if sum(sizes) < MIN_IN_ROWS else codec.LANES
     return width, [width > 0 and n % width == 0 for n in sizes]
 
 
@@ -188,6 +188,26 @@ def all_gather(x: jax.Array, axis_name: str, axis: int = 0) -> jax.Array:
     if not _on_mesh(axis_name):
         return lax.all_gather(x, axis_name, axis=axis, tiled=True)
     return lax.all_gather(vary(x, axis_name), axis_name, axis=axis, tiled=True, to="invarying")
+
+
+def psum(x: jax.Array, axis_name: AxisName, others: tuple[str, ...] = ()) -> jax.Array:
+    """``lax.psum`` of a vector; of two data axes, each value crosses the slow one once.
+
+    Over both in one, every device of a TPU slice would send all of it to the other slices.
+
+    Args:
+      x: ``(n,)``.
+      axis_name: the data-parallel axes, the slow one first.
+      others: further axes to sum over.
+    """
+    *slow, fast = (axis_name,) if isinstance(axis_name, str) else axis_name
+    length = axis_size(fast)
+    x = vary(x, (*slow, fast, *others))
+    if axis_size(tuple(slow)) == 1 or length == 1 or x.size * x.dtype.itemsize < MIN_IN_ROWS:
+        return lax.psum(x, (*slow, fast, *others))
+    padded = jnp.pad(x, (0, -x.size % length))
+    piece = lax.psum_scatter(padded, fast, scatter_dimension=0, tiled=True)
+    return all_gather(lax.psum(piece, (*slow, *others)), fast)[: x.size]
 
 
 def by_model_axes(

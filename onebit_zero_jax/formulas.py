@@ -109,8 +109,12 @@ class Mesh:
         }
 
     def all_reduce(self, size: float) -> dict[str, float]:
-        """What an all-reduce of ``size`` bytes over all devices sends."""
-        return self.joint(2 * size * (self.size - 1) / self.size)
+        """What :func:`coll.psum` of ``size`` bytes over all devices sends."""
+        s, f = self.slow, self.fast
+        if min(s, f) == 1 or size < coll.MIN_IN_ROWS:
+            return self.joint(2 * size * (self.size - 1) / self.size)
+        padded = size + -size % (4 * f)
+        return {"slow": 2 * padded / f * (s - 1) / s, "fast": 2 * padded * (f - 1) / f}
 
 
 def _code(leaf: Leaf, bits: int) -> int:
@@ -172,7 +176,10 @@ def bytes_sent(layout: Layout, zero: ZeroConfig, mesh: Mesh, dense: bool) -> Byt
             if over_fast
             else mesh.all_reduce(weights)
         ),
-        "metrics": mesh.all_reduce(4 * (SKETCH_SIZE + _SCALARS)),
+        "metrics": {
+            axis: sketch + mesh.all_reduce(4 * _SCALARS)[axis]
+            for axis, sketch in mesh.all_reduce(4 * SKETCH_SIZE).items()
+        },
     }
 
 

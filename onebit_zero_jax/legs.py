@@ -52,11 +52,11 @@ def reduce_dense_leaves(
 def _fused_psum(
     arrays: list[jax.Array], axes: coll.AxisName, data_axes: coll.AxisName
 ) -> list[jax.Array]:
-    """``psum`` of many float32 arrays in one collective."""
+    """:func:`coll.psum` of many float32 arrays as one buffer."""
+    slow_first = tuple(a for a in data_axes if a in axes)
 
     def fused(arrays: list[jax.Array]) -> list[jax.Array]:
-        buffer = coll.vary(jnp.concatenate([jnp.ravel(x) for x in arrays]), axes)
-        buffer = lax.psum(buffer, axes)
+        buffer = coll.psum(jnp.concatenate([jnp.ravel(x) for x in arrays]), slow_first)
         ends = np.cumsum([x.size for x in arrays])
         return [
             buffer[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)
