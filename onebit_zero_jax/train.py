@@ -19,6 +19,7 @@ from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import shard_specs, without
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.loss import Loss
+from onebit_zero_jax.opt_specs import check_tx, with_extra_args
 from onebit_zero_jax.phases import CHECK_EVERY, NOTICE, Phases
 from onebit_zero_jax.shard import Phase
 from onebit_zero_jax.state import zero_states
@@ -27,10 +28,8 @@ from onebit_zero_jax.train_state import (
     TrainState,
     Tree,
     check_mesh,
-    check_tx,
     shard_batch,
     state_specs,
-    with_extra_args,
 )
 from onebit_zero_jax.wire import traced_bytes
 
