@@ -18,7 +18,15 @@ from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.resize import follows_shards
 from onebit_zero_jax.resize_side import Parts, Side
-from onebit_zero_jax.state import ChunkState, DenseState, Log8, Run, ZeroState, zero_states
+from onebit_zero_jax.state import (
+    ChunkState,
+    DenseState,
+    Log8,
+    Run,
+    ZeroState,
+    is_zero_state,
+    zero_states,
+)
 from onebit_zero_jax.sync import digest
 from onebit_zero_jax.train_state import TrainState
 
@@ -239,9 +247,7 @@ def rebuild(arrays: dict[str, Any], metadata: Metadata, target: TrainState) -> T
             **parts, leaves=jax.tree.unflatten(treedef, map(leaf_state, keys)), run=run
         )
 
-    state = jax.tree_util.tree_map_with_path(
-        node, target, is_leaf=lambda x: isinstance(x, ZeroState)
-    )
+    state = jax.tree_util.tree_map_with_path(node, target, is_leaf=is_zero_state)
     if left:
         raise ValueError(
             f"the checkpoint holds {next(iter(left))} and params, model_state and tx have no place "

@@ -15,7 +15,7 @@ from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layers import gradient_zeros
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.phases import Phases
-from onebit_zero_jax.state import WORKER_FIELDS, ZeroState, zero_states
+from onebit_zero_jax.state import WORKER_FIELDS, is_zero_state, zero_states
 from onebit_zero_jax.wire import known_zeros
 
 P = jax.P
@@ -151,7 +151,7 @@ def _links_of_gradients(before: Any, zero: ZeroConfig) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as e:
-        nodes = jax.tree.leaves_with_path(before, is_leaf=lambda x: is_shard(x) or _is_zero(x))
+        nodes = jax.tree.leaves_with_path(before, is_leaf=lambda x: is_shard(x) or is_zero_state(x))
         images = [jax.tree_util.keystr(path) for path, x in nodes if is_shard(x)]
         if not zero.flat or not images:
             raise
@@ -174,7 +174,3 @@ def _check_same_shapes(before: Any, after: Any) -> None:
             )
 
     jax.tree_util.tree_map_with_path(check, before, after)
-
-
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, ZeroState)

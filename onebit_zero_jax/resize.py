@@ -15,7 +15,7 @@ from onebit_zero_jax.layers import model_sharding, whole_shapes
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.resize_leaf import Known, convert_leaf, recut, rework
 from onebit_zero_jax.resize_side import Parts, Side
-from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
+from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, is_zero_state, zero_states
 from onebit_zero_jax.train_state import TrainState, abstract_state
 
 P = jax.P
@@ -58,14 +58,11 @@ def decays(
     mesh = Mesh(one, zero.axes)
     full = optax.with_extra_args_support(tx)
 
-    def is_zero(x: Any) -> bool:
-        return isinstance(x, ZeroState)
-
     def started(s: Any) -> Any:
-        return s._replace(leaves=jax.tree.map(jnp.ones_like, s.leaves)) if is_zero(s) else s
+        return s._replace(leaves=jax.tree.map(jnp.ones_like, s.leaves)) if is_zero_state(s) else s
 
     def after(tiny: Tree) -> list[tuple[jax.Array, jax.Array]]:
-        state = jax.tree.map(started, full.init(tiny), is_leaf=is_zero)
+        state = jax.tree.map(started, full.init(tiny), is_leaf=is_zero_state)
         _, state = full.update(tiny, state, tiny, phase="dense")
         found = []
         for s in zero_states(state):
@@ -80,10 +77,6 @@ def decays(
 
 def _is_leaf_state(x: Any) -> bool:
     return isinstance(x, (ChunkState, DenseState))
-
-
-def _is_zero_state(x: Any) -> bool:
-    return isinstance(x, ZeroState)
 
 
 @dataclasses.dataclass
@@ -115,23 +108,23 @@ class _Resizing:
     def run(self) -> TrainState:
         """The converted state."""
         self.check_links()
-        old_def: Any = jax.tree.structure(self.old.opt_state, is_leaf=_is_zero_state)
-        new_def: Any = jax.tree.structure(self.new.opt_state, is_leaf=_is_zero_state)
+        old_def: Any = jax.tree.structure(self.old.opt_state, is_leaf=is_zero_state)
+        new_def: Any = jax.tree.structure(self.new.opt_state, is_leaf=is_zero_state)
         if old_def != new_def:
             raise ValueError(
                 f"the state was made with another optimizer than tx: its tree is {old_def}, that "
                 f"of tx is {new_def}. Build tx as before; only zero and the mesh may change."
             )
         nodes = zip(
-            jax.tree.leaves_with_path(self.old.opt_state, is_leaf=_is_zero_state),
-            jax.tree.leaves(self.new.opt_state, is_leaf=_is_zero_state),
+            jax.tree.leaves_with_path(self.old.opt_state, is_leaf=is_zero_state),
+            jax.tree.leaves(self.new.opt_state, is_leaf=is_zero_state),
             strict=True,
         )
         converted: list[Any] = []
         order = {id(s): k for k, s in enumerate(zero_states(self.old.opt_state))}
         for (path, a), b in nodes:
             name = _name(path, "opt_state")
-            if _is_zero_state(a):
+            if is_zero_state(a):
                 converted.append(self.zero_state(name, a, b, order.get(id(a))))
             else:
                 converted.append(self.outer(name, a, b))
@@ -150,7 +143,7 @@ class _Resizing:
             return
         for state in (self.old.opt_state, self.new.opt_state):
             nodes = jax.tree.leaves_with_path(
-                state, is_leaf=lambda x: _is_zero_state(x) or is_shard(x)
+                state, is_leaf=lambda x: is_zero_state(x) or is_shard(x)
             )
             for path, x in nodes:
                 if is_shard(x):

@@ -203,7 +203,12 @@ def init_state(
     )
 
 
+def is_zero_state(x: Any) -> bool:
+    """Whether ``x`` is a :class:`ZeroState`."""
+    return isinstance(x, ZeroState)
+
+
 def zero_states(opt_state: Any) -> list[ZeroState]:
     """The states of ``zero_shard`` inside a chain, partition or wrapper that hold a leaf at all."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZeroState))
-    return [x for x in nodes if isinstance(x, ZeroState) and x.nonfinite.size]
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_zero_state)
+    return [x for x in nodes if is_zero_state(x) and x.nonfinite.size]

@@ -135,11 +135,10 @@ def state_specs(
     specs = full_specs(params)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
     params = jax.tree.map(place, params, specs)
-    opt_state = opt_specs(tx, params, specs, mesh, zero)
     return TrainState(
         P(),  # type: ignore[arg-type]
         specs,
-        opt_state,
+        opt_specs(tx, params, specs, mesh, zero),
         jax.tree.map(lambda x: P(), model_state),
     )
 
