@@ -200,9 +200,9 @@ def change_of(case: Case) -> Any:
         return -rate * ratio * u, rate * ratio * (size + slack * np.abs(u))
 
     def sign(rate: float, x: Any, M: Any, size_M: Any, root: Any) -> Any:
-        # Where M cancels to nothing its sign is anyone's.
+        # Where M cancels to nothing its sign is anyone's: 2 apart, in a coarse code up to 4.
         open_sign = np.abs(M) <= ref.TIE * 8 * size_M
-        size = 1 + DECAY * np.abs(x) + open_sign * 2 / (32 * ref.EPS)
+        size = 1 + DECAY * np.abs(x) + open_sign * 4 / (32 * ref.EPS)
         return -rate * (np.sign(M) + DECAY * x), rate * size
 
     def sgdm(rate: float, x: Any, M: Any, size_M: Any, root: Any) -> Any:
