@@ -15,7 +15,6 @@ from onebit_zero_jax.config import ZeroConfig as ZeroConfig
 from onebit_zero_jax.from_adam import from_adam_state as from_adam_state
 from onebit_zero_jax.lamb import onebit_lamb as onebit_lamb
 from onebit_zero_jax.layers import layer as layer
-from onebit_zero_jax.layers import shard_params as shard_params
 from onebit_zero_jax.lion import onebit_lion as onebit_lion
 from onebit_zero_jax.plan import Plan as Plan
 from onebit_zero_jax.plan import plan as plan
@@ -25,6 +24,7 @@ from onebit_zero_jax.report import wire_report as wire_report
 from onebit_zero_jax.resize import resize as resize
 from onebit_zero_jax.sgdm import onebit_sgdm as onebit_sgdm
 from onebit_zero_jax.shard import zero_shard as zero_shard
+from onebit_zero_jax.shards import shard_params as shard_params
 from onebit_zero_jax.skips import SkipLimit as SkipLimit
 from onebit_zero_jax.state import ZeroState as ZeroState
 from onebit_zero_jax.sync import assert_in_sync as assert_in_sync

@@ -28,9 +28,9 @@ from onebit_zero_jax.checkpoint_content import (
     rebuild,
 )
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import shard_shapes, whole_shapes
 from onebit_zero_jax.resize import convert, refuse_model_axes, spread
 from onebit_zero_jax.resize_side import Parts
+from onebit_zero_jax.shards import shard_shapes, whole_shapes
 from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import TrainState, abstract_state
 

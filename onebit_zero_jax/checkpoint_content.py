@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax import codec, storage, weighting
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import model_sharding
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.phases import Phases
 from onebit_zero_jax.resize import follows_shards
 from onebit_zero_jax.resize_side import Parts, Side
+from onebit_zero_jax.shards import model_sharding
 from onebit_zero_jax.state import (
     ChunkState,
     DenseState,

@@ -17,8 +17,8 @@ from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.adam import onebit_adamw
 from onebit_zero_jax.clip import SKETCH_SIZE
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import shard_shapes
 from onebit_zero_jax.layout import Layout, Leaf, is_shard
+from onebit_zero_jax.shards import shard_shapes
 from onebit_zero_jax.state import ChunkState, DenseState
 from onebit_zero_jax.train_state import abstract_state
 

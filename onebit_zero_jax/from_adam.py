@@ -15,8 +15,9 @@ from onebit_zero_jax.layout import Layout
 from onebit_zero_jax.resize import decays, refuse_model_axes
 from onebit_zero_jax.resize_leaf import Known, convert_leaf
 from onebit_zero_jax.resize_side import Parts, Side
+from onebit_zero_jax.shards import check_mesh
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, zero_states
-from onebit_zero_jax.train_state import TrainState, check_mesh, init
+from onebit_zero_jax.train_state import TrainState, init
 
 Tree = Any
 

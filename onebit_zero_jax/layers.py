@@ -12,20 +12,19 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import codec
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax.codec import Packed
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layout import Shard, is_compressed, is_shard, shard_axis
+from onebit_zero_jax.layout import NotAnArray, Shard, is_shard
+from onebit_zero_jax.shards import names_of
 
 P = jax.P
 Tree = Any
@@ -39,6 +38,7 @@ _COPIES = frozenset(
         *("squeeze", "transpose"),
     }
 )
+_severed: contextvars.ContextVar[bool] = contextvars.ContextVar("severed", default=False)
 _marked: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("marked", default=None)
 
 
@@ -70,13 +70,13 @@ class _How:
 
         def run(x: jax.Array) -> jax.Array:
             spec = P(*self.model[max(0, len(self.model) - x.ndim) :])
-            if not _names(spec):
+            if not names_of(spec):
                 return fn(x)
             mapped = jax.shard_map(
                 fn,
                 in_specs=spec,
                 out_specs=spec,
-                axis_names=_names(spec),
+                axis_names=names_of(spec),
                 check_vma=coll.tracks_types(self.over),
             )
             return mapped(x)
@@ -88,17 +88,18 @@ class _How:
     jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["how"]
 )
 @dataclasses.dataclass(frozen=True)
-class _Shard:
+class _Shard(NotAnArray):
     """A shard inside a loss; ``slot`` (zeros) takes the local gradient where that is wanted."""
 
     value: Any
     slot: Any
     how: _How
 
-    def __jax_array__(self) -> jax.Array:
-        raise TypeError(
+    @property
+    def _advice(self) -> str:  # type: ignore[override]
+        return (
             f"a sharded parameter (shard of shape {self.value.shape}) was used outside layer(fn): "
-            "a loss that marks layers must use every sharded parameter inside of one."
+            "a loss that marks layers must pass every one to a layer, in its first argument."
         )
 
 
@@ -169,7 +170,15 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def gather(tree: Tree) -> Tree:
     """``tree`` with the whole parameter in place of each shard, inside a loss."""
 
-    whole = lambda x: _gather(x.how, x.value, x.slot) if _is_shard(x) else x
+    def whole(x: Any) -> Any:
+        if not _is_shard(x):
+            return x
+        if _severed.get():
+            shape = list(x.value.shape)
+            shape[x.how.axis] = x.how.size
+            return jnp.zeros(shape, x.how.dtype)
+        return _gather(x.how, x.value, x.slot)
+
     return jax.tree.map(whole, tree, is_leaf=_is_shard)
 
 
@@ -193,6 +202,9 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
       A function of the same arguments, ``params`` with or without shards.
 
+    Raises:
+      ValueError: ``fn`` is not callable.
+
     Example:
       >>> block = layer(lambda p, x: jnp.tanh(x @ p["w"]))
       >>> block({"w": jnp.zeros((2, 2))}, jnp.ones((1, 2))).tolist()
@@ -200,6 +212,9 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Source: ZeRO stage 3 (Rajbhandari et al. 2020).
     """
+
+    if not callable(fn):
+        raise ValueError(f"layer takes a function fn(params, *args), got {fn!r}.")
 
     @functools.wraps(fn)
     def run(params: Tree, *args: Any, **kwargs: Any) -> Any:
@@ -217,6 +232,16 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
     """What the backward pass finds again: results of arithmetic, no parameters and no copies."""
     return primitive.name not in _COPIES
+
+
+@contextlib.contextmanager
+def severed() -> Iterator[None]:
+    """Layers get zeros: what a loss still depends on shards by, it does outside of layers."""
+    token = _severed.set(True)
+    try:
+        yield
+    finally:
+        _severed.reset(token)
 
 
 @contextlib.contextmanager
@@ -277,192 +302,3 @@ def gradient_zeros(shard: Shard, zero: ZeroConfig, dtype: Any = jnp.float32) -> 
     padding = [(0, 0)] * zeros.ndim
     padding[shard.axis] = (0, (coll.axis_size(shard.over) - 1) * zeros.shape[shard.axis])
     return jnp.pad(zeros, padding)
-
-
-# ---------------------------------------------------------------- the user's tree
-
-
-def shard_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> Tree:
-    """Parameters on the mesh as stage 3 keeps them; below stage 3 replicated.
-
-    Args:
-      params: the user's tree of arrays.
-      mesh, zero: as in :func:`onebit_zero_jax.init`.
-
-    Returns:
-      The tree, copied, with a :class:`Shard` in place of each matrix that is large enough.
-
-    Example:
-      >>> import numpy as np
-      >>> mesh, zero = jax.make_mesh((8,), ("data",)), ZeroConfig(stage=3)
-      >>> shards = shard_params({"w": np.ones((16, 62)), "b": np.ones(62)}, mesh, zero)
-      >>> shards["w"].value.shape, shards["w"].value.sharding.spec, shards["b"].shape
-      ((16, 64), P(None, 'data'), (62,))
-    """
-    shapes = shard_shapes(params, mesh, zero)
-    place = lambda spec: NamedSharding(mesh, spec)
-    shardings = jax.tree.map(place, full_specs(shapes))
-    # Each leaf as it is sharded over model axes, whole over the data-parallel ones.
-    whole = jax.tree.map(lambda x: place(model_spec(x, mesh, zero)), params)
-
-    def cut(params: Tree) -> Tree:
-        def one(like: Any, x: jax.Array) -> Any:
-            if not is_shard(like):
-                return jnp.copy(x)
-            padding = [(0, want - have) for want, have in zip(like.value.shape, x.shape)]
-            return dataclasses.replace(like, value=jnp.pad(x, padding))
-
-        return jax.tree.map(one, shapes, params, is_leaf=is_shard)
-
-    # jit may hand its inputs through as outputs; a copy inside it never aliases them.
-    return jax.jit(cut, out_shardings=shardings)(jax.device_put(params, whole))
-
-
-def shard_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> Tree:
-    """The tree of :func:`shard_params` in ShapeDtypeStructs; shards may be cut already."""
-    devices = math.prod(mesh.shape[a] for a in zero.axes)
-    shards = math.prod(mesh.shape[a] for a in zero.over)
-
-    def like(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, model_spec(x, mesh, zero))
-        floating = jnp.issubdtype(x.dtype, jnp.floating)  # float64 is float32 without x64
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype) if floating else x.dtype
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
-
-    def one(path: Any, x: Any) -> Any:
-        if is_shard(x):
-            return dataclasses.replace(x, value=like(x.value, x.value.shape))
-        if not hasattr(x, "dtype"):
-            return x  # for Layout.of to refuse
-        whole = like(x, x.shape)
-        spec = whole.sharding.spec
-        pieces = math.prod(mesh.shape[a] for a in _names(spec))
-        if zero.stage < 3 or not is_compressed(whole.shape, devices * pieces):
-            return whole
-        ndim = len(whole.shape)
-        free = [a - ndim for a, entry in enumerate(_entries(spec, ndim)) if entry is None]
-        if not free:
-            raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} of shape {whole.shape} is sharded over "
-                f"model axes along every dim ({spec}); stage 3 needs one that is not."
-            )
-        axis = shard_axis(whole.shape, shards, free, zero.tiles)
-        shape = list(whole.shape)
-        shape[axis] += -shape[axis] % shards
-        model = tuple(_entries(spec, ndim)) if _names(spec) else ()
-        return Shard(like(x, shape), axis, whole.shape[axis], zero.over, model)
-
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_shard)
-
-
-def _names(spec: P) -> set[str]:
-    """Mesh axes that a PartitionSpec names."""
-    entries = [e if isinstance(e, tuple) else (e,) for e in spec if e is not None]
-    return {name for e in entries for name in e}
-
-
-def _entries(spec: P, ndim: int) -> list[Any]:
-    """Of a PartitionSpec, one for each axis."""
-    return [*spec, *[None] * (ndim - len(spec))]
-
-
-def model_spec(x: Any, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> P:
-    """How a parameter is sharded over mesh axes other than the data-parallel ones.
-
-    Raises:
-      ValueError: it is sharded over an axis that the mesh lacks.
-    """
-    sharding = getattr(x, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
-    missing = _names(spec) - {*zero.axes, *mesh.axis_names}
-    if missing:
-        raise ValueError(
-            f"a parameter of shape {tuple(x.shape)} is sharded as {spec}, over axes that the "
-            f"mesh {mesh.axis_names} lacks; put it on this mesh, or pass a NumPy array."
-        )
-    return without(spec, {*zero.axes, *(a for a, n in mesh.shape.items() if n == 1)})
-
-
-def model_sharding(x: Any, data_axes: Collection[str]) -> str:
-    """In words, how a parameter of a TrainState is sharded over model axes; empty if it is not."""
-    sharding = getattr(x.value if is_shard(x) else x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return ""
-    spec = without(sharding.spec, data_axes)
-    sizes = {a: n for a, n in sharding.mesh.shape.items() if a in _names(spec)}
-    return f"{spec} of {sizes}" if sizes else ""
-
-
-def without(spec: P, names: Collection[str]) -> P:
-    """A PartitionSpec without some mesh axes, and without empty entries at its end."""
-    entries: list[Any] = []
-    for entry in spec:
-        entry = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        kept = tuple(a for a in entry if a not in names)
-        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
-
-
-def full_specs(shapes: Tree) -> Tree:
-    """PartitionSpecs of parameters as a TrainState keeps them, from :func:`shard_shapes`."""
-
-    def one(x: Any) -> Any:
-        if not is_shard(x):
-            return getattr(getattr(x, "sharding", None), "spec", P())
-        spec = _entries(x.value.sharding.spec, len(x.value.shape))
-        spec[x.axis] = x.over if len(x.over) > 1 else x.over[0]
-        return dataclasses.replace(x, value=without(P(*spec), ()))
-
-    return jax.tree.map(one, shapes, is_leaf=is_shard)
-
-
-def device_shapes(params: Tree, mesh: Mesh | AbstractMesh, zero: ZeroConfig) -> Tree:
-    """The tree of :func:`shard_shapes` as one device holds it."""
-
-    def one(x: Any) -> Any:
-        if not is_shard(x):
-            return x
-        shape = list(x.value.shape)
-        shape[x.axis] //= math.prod(mesh.shape[a] for a in x.over)
-        return dataclasses.replace(x, value=jax.ShapeDtypeStruct(tuple(shape), x.value.dtype))
-
-    return jax.tree.map(one, shard_shapes(params, mesh, zero), is_leaf=is_shard)
-
-
-def whole_shapes(params: Tree) -> Tree:
-    """The user's tree in ShapeDtypeStructs, from parameters as a TrainState keeps them."""
-
-    def one(x: Any) -> Any:
-        if not is_shard(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        shape = list(x.value.shape)
-        shape[x.axis] = x.size
-        return jax.ShapeDtypeStruct(tuple(shape), x.value.dtype)
-
-    return jax.tree.map(one, params, is_leaf=is_shard)
-
-
-def shard_specs(params: Tree) -> Tree:
-    """The part of :func:`full_specs` that names data-parallel axes."""
-
-    def one(x: Any) -> Any:
-        if not is_shard(x):
-            return P()
-        over = x.over if len(x.over) > 1 else x.over[0]
-        spec = [None] * (len(x.value.shape) + x.axis) + [over]
-        return dataclasses.replace(x, value=P(*spec))
-
-    return jax.tree.map(one, params, is_leaf=is_shard)
-
-
-def join(params: Tree) -> Tree:
-    """Inverse of :func:`shard_params` on global arrays: shards without their padding."""
-
-    def one(x: Any) -> Any:
-        if not is_shard(x):
-            return x
-        return lax.slice_in_dim(x.value, 0, x.size, axis=x.value.ndim + x.axis)
-
-    return jax.tree.map(one, params, is_leaf=is_shard)

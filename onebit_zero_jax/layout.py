@@ -29,13 +29,32 @@ from onebit_zero_jax.config import ZeroConfig
 MIN_CHUNK = 64
 
 
+class NotAnArray:
+    """Says what to do where a shard is used as the array it is a part of."""
+
+    _advice: str
+
+    def __jax_array__(self) -> Any:
+        raise TypeError(self._advice)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(self._advice)
+
+    def __getitem__(self, _: Any) -> Any:
+        raise TypeError(self._advice)
+
+    def __getattr__(self, name: str) -> Any:
+        # Protocols are probed for; everything else was meant for an array.
+        raise AttributeError(name if name.startswith("_") else f"{self._advice} (.{name})")
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["value"],
     meta_fields=["axis", "size", "over", "model"],
 )
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(NotAnArray):
     """A parameter leaf of stage 3, cut along one of its axes.
 
     Leading axes may be sliced off (``lax.scan`` over stacked layers): ``axis`` counts
@@ -56,6 +75,11 @@ class Shard:
     size: int
     over: tuple[str, ...]
     model: tuple[Any, ...] = ()
+
+    _advice = (
+        "a parameter of stage 3 is a Shard, no array: full_params(state) puts parameters together, "
+        "eval_step evaluates a loss on shards, .value is the padded array."
+    )
 
 
 def is_compressed(shape: tuple[int, ...], parts: int) -> bool:
@@ -160,7 +184,8 @@ class Layout:
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
                     f"parameter {name} is {dtype or type(x).__name__}, not a floating-point array; "
-                    "keep it out of the optimizer's tree (model_state, or optax.masked)."
+                    "keep it out of params (init and train_step take it as model_state), in a "
+                    "loop of your own out of the optimizer (optax.masked)."
                 )
             shape = tuple(x.shape)
             if shard is not None and zero.flat:

@@ -1,17 +1,20 @@
 """A user's loss: its calling convention, whether it marks layers, whether it is local."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import shard_specs
+from onebit_zero_jax.layout import is_shard
+from onebit_zero_jax.shards import shard_specs
 from onebit_zero_jax.train_state import P, Tree
 
 
@@ -26,6 +29,12 @@ def _floating(compute_dtype: Any) -> Any:
             f"{compute_dtype!r}."
         )
     return dtype
+
+
+def _leaves(params: Tree) -> list[tuple[str, Any]]:
+    """Paths and leaves, shards whole."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_shard)
+    return [(jax.tree_util.keystr(path), x) for path, x in leaves]
 
 
 class Loss:
@@ -76,7 +85,11 @@ class Loss:
         return loss.astype(jnp.float32), (state, rest[0] if rest else None)
 
     def find_layers(self, mesh: Mesh, zero: ZeroConfig, *args: Tree) -> None:
-        """At stage 3, finds out whether the loss marks layers."""
+        """At stage 3, finds out whether the loss marks layers.
+
+        Raises:
+          ValueError: it does, and uses shards outside of them.
+        """
         if zero.stage < 3:
             return
 
@@ -87,6 +100,55 @@ class Loss:
         with layers.marked_layers() as calls, contextlib.suppress(Exception):
             self._trace(probe, mesh, zero.axes, *args, check_vma=False)
         self.layered = bool(calls)
+        names = [path for path, x in _leaves(args[0]) if is_shard(x)]
+        outside = functools.partial(self._depends_on, mesh=mesh, zero=zero, args=args)
+        # A loss that does not trace with typed axes runs all the same.
+        if self.layered and outside([]) is False and outside(names) is not False:
+            found = [name for name in names if outside([name]) is not False]
+            raise ValueError(
+                f"the loss uses shards of {', '.join(found)} outside layer(fn), where a device has "
+                "its own part alone (jax.tree.leaves(params) reaches it): a loss that marks "
+                "layers must pass every one to a layer, in its first argument."
+            )
+
+    def _depends_on(
+        self, names: list[str], mesh: Mesh, zero: ZeroConfig, args: tuple[Tree, ...]
+    ) -> bool | None:
+        """Whether the loss depends on these shards other than through layers.
+
+        Types tell: an axis of a mesh made for it, over which nothing varies but these. None
+        if the loss does not trace so: a scan from a constant carry, say, that adds them up.
+        """
+        axis = "".join(["shards", *mesh.axis_names])
+        kinds = mesh.axis_types
+        wider = AbstractMesh((*mesh.axis_sizes, 1), (*mesh.axis_names, axis), (*kinds, kinds[0]))
+        specs = (shard_specs(args[0]), P(), P(zero.axes), P())
+
+        def local(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+
+        shapes = [
+            jax.tree.map(lambda s, x: jax.tree.map(lambda y: local(y, s), x), spec, arg)
+            for arg, spec in zip(args, specs, strict=True)
+        ]
+        varies = []
+
+        def probe(params: Tree, *others: Any) -> jax.Array:
+            mark = lambda path, x: (
+                dataclasses.replace(x, value=coll.vary(x.value, axis)) if path in names else x
+            )
+            marked = [mark(path, x) for path, x in _leaves(params)]
+            params = jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_shard), marked)
+            loss, _ = self(layers.wrap(params, zero, self.compute_dtype), *others)
+            varies.append(axis in jax.typeof(loss).manual_axis_type.varying)
+            return jnp.zeros(())
+
+        mapped = jax.shard_map(
+            probe, mesh=wider, in_specs=P(), out_specs=P(), axis_names={*zero.axes, axis}
+        )
+        with layers.severed(), contextlib.suppress(Exception):
+            jax.eval_shape(mapped, *shapes)
+        return any(varies) if varies else None
 
     def _trace(
         self, probe: Callable[..., Any], mesh: Mesh, axes: Any, *args: Tree, check_vma: bool = True

@@ -11,10 +11,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import model_sharding, whole_shapes
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.resize_leaf import Known, convert_leaf, recut, rework
 from onebit_zero_jax.resize_side import Parts, Side
+from onebit_zero_jax.shards import model_sharding, whole_shapes
 from onebit_zero_jax.state import ChunkState, DenseState, ZeroState, is_zero_state, zero_states
 from onebit_zero_jax.train_state import TrainState, abstract_state
 

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 
 from onebit_zero_jax import codec, weighting
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import device_shapes, shard_shapes, whole_shapes
 from onebit_zero_jax.layout import Layout, Leaf, is_shard
+from onebit_zero_jax.shards import device_shapes, shard_shapes, whole_shapes
 
 
 class Parts(NamedTuple):

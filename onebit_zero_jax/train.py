@@ -16,18 +16,17 @@ from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
 from onebit_zero_jax.clip import global_norm
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import shard_specs, without
 from onebit_zero_jax.layout import is_shard
 from onebit_zero_jax.loss import Loss
 from onebit_zero_jax.opt_specs import check_tx, with_extra_args
 from onebit_zero_jax.phases import CHECK_EVERY, NOTICE, Phases
 from onebit_zero_jax.shard import Phase
+from onebit_zero_jax.shards import check_mesh, shard_specs, without
 from onebit_zero_jax.state import zero_states
 from onebit_zero_jax.train_state import (
     P,
     TrainState,
     Tree,
-    check_mesh,
     shard_batch,
     state_specs,
 )

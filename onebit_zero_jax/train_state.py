@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,9 +11,17 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from onebit_zero_jax.config import ZeroConfig
-from onebit_zero_jax.layers import full_specs, join, shard_params, shard_shapes, without
 from onebit_zero_jax.layout import Layout, is_shard
 from onebit_zero_jax.opt_specs import opt_specs
+from onebit_zero_jax.shards import (
+    check_mesh,
+    data_size,
+    full_specs,
+    join,
+    shard_params,
+    shard_shapes,
+    without,
+)
 
 P = jax.P
 Tree = Any
@@ -44,25 +51,6 @@ class TrainState:
 
 
 # ---------------------------------------------------------------- checks and shardings
-
-
-def check_mesh(mesh: Mesh, zero: ZeroConfig) -> int:
-    """Number of devices on the data-parallel axes; raises if the mesh does not fit."""
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
-    if not isinstance(zero, ZeroConfig):
-        raise ValueError(f"zero must be a ZeroConfig, got {zero!r}.")
-    if not set(zero.axes) <= set(mesh.axis_names):
-        raise ValueError(
-            f"the mesh has axes {mesh.axis_names} but zero.axis_name is {zero.axis_name!r}; "
-            "pass ZeroConfig(axis_name=...) axes of the mesh."
-        )
-    return data_size(mesh, zero)
-
-
-def data_size(mesh: Mesh, zero: ZeroConfig) -> int:
-    """Number of devices on the data-parallel axes."""
-    return math.prod(mesh.shape[axis] for axis in zero.axes)
 
 
 def _check_params(params: Tree, mesh: Mesh, zero: ZeroConfig) -> None:
@@ -258,6 +246,9 @@ def full_params(state: TrainState) -> Tree:
       stage 3 they are the next step's input: a step that donates ``state`` consumes them; copy
       what must survive.
 
+    Raises:
+      ValueError: ``state`` is no TrainState.
+
     Example:
       >>> mesh, zero = jax.make_mesh((1,), ("data",)), ZeroConfig()
       >>> from onebit_zero_jax import onebit_adam
@@ -265,6 +256,8 @@ def full_params(state: TrainState) -> Tree:
       >>> full_params(state)["w"].sum().item()
       256.0
     """
+    if not isinstance(state, TrainState):
+        raise ValueError(f"full_params takes a TrainState, got {type(state).__name__}.")
     leaves = jax.tree.leaves(state.params, is_leaf=is_shard)
     shards = [x.value for x in leaves if is_shard(x)]
     if not shards:

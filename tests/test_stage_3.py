@@ -319,15 +319,55 @@ def test_a_nan_skips_everywhere(zero):
 
 
 def test_a_shard_outside_of_a_layer():
-    def loss_fn(params, x):
-        return jnp.sum(layer(lambda w, x: x @ w)(params["head"], x)) + jnp.sum(
-            jnp.tanh(params["head"])
-        )
+    state, _ = make((2, 2), scanned, make_model())
+    for use in (jnp.tanh, np.tanh, lambda w: w[0], lambda w: w.T, lambda w: jnp.ones(32) @ w):
 
-    params = {"head": np.zeros((32, 32), np.float32)}
-    state, step = make((2, 2), loss_fn, params)
-    with pytest.raises(TypeError, match=r"outside layer\(fn\)"):
-        step(state, INPUTS[0])
+        def loss_fn(params, x, use=use):
+            return scanned(params, x) + jnp.sum(use(params["head"]))
+
+        _, step = make((2, 2), loss_fn, make_model())
+        with pytest.raises((TypeError, AttributeError), match=r"outside layer\(fn\)"):
+            step(state, INPUTS[0])
+        with pytest.raises((TypeError, AttributeError), match=r"is a Shard, no array: full_params"):
+            use(state.params["head"])
+
+
+@pytest.mark.parametrize("zero", [None, FLAT], ids=["fast", "flat"])
+def test_parts_of_a_shard_outside_of_a_layer(zero):
+    """Trees are open: their leaves are arrays, of one device's part."""
+
+    def square(tree, x):
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))
+
+    def in_a_scan(tree, x):
+        total = jnp.zeros(())  # a constant carry: the step itself has no axis types
+        return jax.lax.scan(lambda t, w: (t + square(w, x), None), total, tree)[0]
+
+    for leaks, names in (
+        (square, r"of \['blocks'\]\['w1'\], \['blocks'\]\['w2'\], \['head'\]"),
+        (lambda p, x: in_a_scan(p["blocks"]["w2"], x), r"of \['blocks'\]\['w2'\] outside"),
+        (lambda p, x: scanned(jax.tree.map(lambda w: 2 * w, p), x), None),
+        (lambda p, x: square([p["bias"], p["blocks"]["scale"]], x), None),
+        (lambda p, x: jax.lax.axis_index(SLOW_FAST) * jnp.sum(x), None),
+    ):
+        loss_fn = lambda params, x, leaks=leaks: scanned(params, x) + leaks(params, x)
+        state, step = make((2, 2), loss_fn, make_model(), zero)
+        if names is None:
+            step.lower(state, INPUTS[0], phase="dense")
+            continue
+        with pytest.raises(ValueError, match=names):
+            step(state, INPUTS[0])
+        with pytest.raises(ValueError, match="outside layer"):
+            eval_step(loss_fn, make_mesh((2, 2)), step._zero)(state, INPUTS[0])
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match=r"takes a function fn\(params, \*args\), got 3"):
+        layer(3)
+    with pytest.raises(ValueError, match="takes a TrainState, got dict"):
+        full_params({})
+    with pytest.raises(ValueError, match=r"mesh has axes \('data',\) but zero.axis_name is"):
+        shard_params(make_model(), make_mesh((4,)), FLAT)
 
 
 def test_config():
