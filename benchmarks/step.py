@@ -204,8 +204,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     rows = measure(args)
     print(
-        f"{args.params / 1e6:.0f}M parameters, {args.devices} emulated devices, "
-        f"jax {jax.__version__}"
+        f"{args.params / 1e6:g}M parameters, {args.devices} emulated devices, jax {jax.__version__}"
     )
     print(
         f"{'':46}{'over':>14}{'time':>7}{'state B/param':>15}{'formula':>9}"

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from onebit_zero_jax import collectives as coll
 from onebit_zero_jax import layers
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import is_shard
-from onebit_zero_jax.shards import shard_specs
+from onebit_zero_jax.shards import shard_specs, without
 from onebit_zero_jax.train_state import P, Tree
 
 
@@ -35,6 +35,43 @@ def _leaves(params: Tree) -> list[tuple[str, Any]]:
     """Paths and leaves, shards whole."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_shard)
     return [(jax.tree_util.keystr(path), x) for path, x in leaves]
+
+
+def over_data_axes(
+    fn: Callable[..., Any], mesh: Mesh, zero: ZeroConfig, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``fn`` mapped over the data-parallel axes alone; other axes stay with XLA or the loss.
+
+    Where such a map begins and ends JAX (0.10.2) closes the shardings over other axes of an
+    Explicit mesh, and XLA gathers over them. So its border is Auto, its inside Explicit again.
+
+    Args:
+      fn: of arrays of one device of the data-parallel axes.
+      mesh, zero: as in :func:`train_step`.
+      in_specs: trees that begin the arguments', of data-parallel axes.
+      out_specs: of the results, whole, model axes too.
+    """
+    axes = zero.axes
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = tuple(a for a, kind in kinds.items() if kind == AxisType.Explicit)
+    model = tuple(a for a in explicit if a not in axes)
+    over_data = jax.tree.map(lambda spec: without(spec, {*mesh.axis_names} - {*axes}), out_specs)
+    kwargs: dict[str, Any] = {"in_specs": in_specs, "out_specs": over_data}
+    # Without axis types: a user's loss may scan from a constant carry.
+    kwargs |= {"axis_names": {*axes}, "check_vma": False}
+    if not model:
+        return jax.shard_map(fn, mesh=mesh, **kwargs)
+    outside = jax.tree.map(lambda spec: without(spec, {*mesh.axis_names} - {*explicit}), out_specs)
+
+    def run(*args: Any) -> Any:
+        inside = jax.tree.map(lambda x: without(jax.typeof(x).sharding.spec, axes), args)
+        local = jax.sharding.explicit_axes(fn, axes=model, in_sharding=inside)
+        mapped = jax.shard_map(local, **kwargs)
+        around: Any = mesh
+        with jax.sharding.use_abstract_mesh(getattr(around, "abstract_mesh", around)):
+            return jax.sharding.auto_axes(mapped, axes=model, out_sharding=outside)(*args)
+
+    return run
 
 
 class Loss:

@@ -17,7 +17,7 @@ from onebit_zero_jax import layers
 from onebit_zero_jax.clip import global_norm
 from onebit_zero_jax.config import ZeroConfig
 from onebit_zero_jax.layout import is_shard
-from onebit_zero_jax.loss import Loss
+from onebit_zero_jax.loss import Loss, over_data_axes
 from onebit_zero_jax.opt_specs import check_tx, with_extra_args
 from onebit_zero_jax.phases import CHECK_EVERY, NOTICE, Phases
 from onebit_zero_jax.shard import Phase
@@ -202,15 +202,9 @@ class TrainStep:
         )
 
         def run(state: TrainState, batch: Tree, rng: Any) -> tuple[TrainState, dict[str, Any]]:
-            # Without axis types: a user's loss may scan from a constant carry.
-            differentiate = jax.shard_map(
-                self._local,
-                mesh=mesh,
-                in_specs=(shard_specs(state.params), P(), P(), batch_specs, P()),
-                out_specs=(P(axes), P(axes), P(), P()),
-                axis_names=set(axes),
-                check_vma=False,
-            )
+            in_specs = (shard_specs(state.params), P(), P(), batch_specs, P())
+            out_specs = (P(axes), local_specs, P(), P())
+            differentiate = over_data_axes(self._local, mesh, self._zero, in_specs, out_specs)
             loss, grads, model_state, aux = differentiate(
                 state.params, state.model_state, state.step, batch, rng
             )
@@ -453,10 +447,7 @@ def eval_step(
             return {**out, "aux": _mean_over(aux, axes)} if has_aux else out
 
         specs = (shard_specs(params), P(), P(axes))
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=specs, out_specs=P(), axis_names=set(axes), check_vma=False
-        )
-        return mapped(params, model_state, batch)
+        return over_data_axes(body, mesh, zero, specs, P())(params, model_state, batch)
 
     def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:
         return run(state.params, state.model_state, shard_batch(batch, mesh, zero))

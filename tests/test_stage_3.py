@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from onebit_zero_jax import (
+    TrainState,
     ZeroConfig,
     abstract_state,
     eval_step,
@@ -282,9 +283,13 @@ def test_state_is_sharded_and_full_params_gives_the_tree_back():
 
 def test_evaluation_is_the_loss():
     state, step = make((2, 2), scanned, make_model())
+    mesh, zero = make_mesh((2, 2)), step._zero
+    shards = TrainState(state.step, shard_params(make_model(), mesh, zero), None)
     for loss_fn in (scanned, plain):
-        value = eval_step(loss_fn, make_mesh((2, 2)), step._zero)(state, INPUTS[0])["loss"]
+        evaluate = eval_step(loss_fn, mesh, zero)
+        value = evaluate(state, INPUTS[0])["loss"]
         assert float(value) == pytest.approx(float(plain(make_model(), INPUTS[0])), rel=1e-5)
+        assert evaluate(shards, INPUTS[0])["loss"] == value
 
 
 def test_aux_rng_and_gradient_norm():

@@ -120,17 +120,25 @@ def test_equals_pieces_as_leaves_of_their_own(zero, kind):
 
 
 @pytest.mark.parametrize(
-    "zero",
+    "zero, kind",
     [
-        ZeroConfig(stage=2),
-        ZeroConfig(axis_name=("slow", "fast"), stage=3),
+        (ZeroConfig(stage=2), AxisType.Auto),
+        pytest.param(ZeroConfig(stage=2), AxisType.Explicit, marks=pytest.mark.slow),
+        (ZeroConfig(axis_name=("slow", "fast"), stage=3), AxisType.Explicit),
         pytest.param(
-            ZeroConfig(axis_name=("slow", "fast"), stage=3, layer_bits=8), marks=pytest.mark.slow
+            ZeroConfig(axis_name=("slow", "fast"), stage=3),
+            AxisType.Auto,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ZeroConfig(axis_name=("slow", "fast"), stage=3, layer_bits=8),
+            AxisType.Auto,
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=lambda zero: f"{zero.stage}-{zero.layer_bits}",
+    ids=lambda v: f"{v.stage}-{v.layer_bits}" if isinstance(v, ZeroConfig) else str(v),
 )
-def test_matmuls_follow_a_run_without_model_axis(zero):
+def test_matmuls_follow_a_run_without_model_axis(zero, kind):
     """A column- and a row-parallel product; XLA reduces activations over the model axis."""
     rng = np.random.default_rng(0)
     params = {
@@ -143,7 +151,9 @@ def test_matmuls_follow_a_run_without_model_axis(zero):
 
     @layer
     def block(params, x):
-        return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+        hidden = jnp.tanh(x @ params["up"] + params["bias"])
+        cut = "model" in (jax.typeof(params["down"]).sharding.spec or ())
+        return jnp.matmul(hidden, params["down"], out_sharding=P(None, None) if cut else None)
 
     def loss_fn(params, batch):
         x = layer(lambda p: jnp.tanh(batch @ p))(params.pop("emb"))
@@ -158,11 +168,15 @@ def test_matmuls_follow_a_run_without_model_axis(zero):
         for _ in range(steps):
             state, metrics = step(state, rng.normal(size=(16, 32)).astype(np.float32))
             out.append([float(metrics[k]) for k in ("loss", "gradient_norm", "residual_ratio")])
+        batch = jax.ShapeDtypeStruct((16, 32), np.float32)
+        report = wire_report(step.lower(state, batch, phase="compressed").compile(), mesh)
+        for c in report.collectives:
+            assert "model" not in c.across or c.op == "all-reduce", c
         return np.array(out), state, metrics["bytes_sent"]
 
     sizes = dict.fromkeys(zero.axes, 2)
     want, *_ = run(mesh_of(**sizes), params, zero, 8)
-    mesh = mesh_of(**sizes, model=2)
+    mesh = mesh_of(kind, **sizes, model=2)
     placed = {
         k: jax.device_put(x, NamedSharding(mesh, specs.get(k, P()))) for k, x in params.items()
     }
@@ -227,18 +241,21 @@ def test_nonfinite_in_a_piece_skips_on_every_device():
 
 
 @pytest.mark.parametrize(
-    "zero",
+    "zero, kind",
     [
-        pytest.param(ZeroConfig(stage=1), marks=pytest.mark.slow),
-        ZeroConfig(stage=2),
-        ZeroConfig(axis_name=("slow", "fast"), stage=3),
-        pytest.param(ZeroConfig(stage=3, layer_bits=8), marks=pytest.mark.slow),
+        pytest.param(ZeroConfig(stage=1), AxisType.Explicit, marks=pytest.mark.slow),
+        (ZeroConfig(stage=2), AxisType.Auto),
+        (ZeroConfig(axis_name=("slow", "fast"), stage=3), AxisType.Explicit),
+        pytest.param(
+            ZeroConfig(axis_name=("slow", "fast"), stage=3), AxisType.Auto, marks=pytest.mark.slow
+        ),
+        pytest.param(ZeroConfig(stage=3, layer_bits=8), AxisType.Auto, marks=pytest.mark.slow),
     ],
-    ids=lambda zero: f"{zero.axis_name}-{zero.stage}",
+    ids=lambda v: f"{v.axis_name}-{v.stage}" if isinstance(v, ZeroConfig) else str(v),
 )
-def test_nothing_is_gathered_over_the_model_axis(zero):
+def test_nothing_is_gathered_over_the_model_axis(zero, kind):
     """The only traffic there: flags, and the 1031 values of the gradient's norm."""
-    mesh = mesh_of(**dict.fromkeys(zero.axes, 2), model=2)
+    mesh = mesh_of(kind, **dict.fromkeys(zero.axes, 2), model=2)
     tx = make_tx(zero)
     state, step = (
         init(place(make_params(), mesh), tx, mesh, zero),
